@@ -1,0 +1,1 @@
+"""Measurements, and the pictures they are made with."""

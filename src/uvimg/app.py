@@ -1,0 +1,164 @@
+"""Settings → parts, in order; start, serve, drain, stop. Alone knows the settings.
+
+Order matters: the store before the workers (a wrong path is found at once), the socket last (nobody is
+let in before there is something to answer with), and all of it backwards at the end.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from importlib import resources
+from pathlib import Path
+from typing import cast
+
+from aiohttp import web
+
+from uvimg import __version__, config, logs
+from uvimg.apps.images import Images, ImagesSettings, weigh
+from uvimg.cache import Cache
+from uvimg.config import Settings
+from uvimg.core.access import parse_network, parse_rules
+from uvimg.core.formats import Format, parse_output_format
+from uvimg.core.plan import Rules
+from uvimg.imaging import Limits, Ready
+from uvimg.imaging.pool import Pool, PoolSettings
+from uvimg.service import Service
+from uvimg.store import open_store
+from uvimg.web.aiohttp import make_server
+
+log = logging.getLogger("uvimg")
+
+
+class CannotStart(Exception):
+    """The service cannot be started as configured; the message is one readable line."""
+
+
+async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT. `announce` gets one line when the first request can be answered.
+
+    Raises CannotStart, StoreDown and WorkerDied when it cannot be started as configured.
+    """
+    logs.set_up(settings.log, settings.log_level)
+    for name, value in config.changed(settings).items():
+        log.info("setting %s = %s", name, value)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with start_service(settings) as (service, ready):
+        server = make_server(service, keepalive_s=settings.keepalive_s)
+        runner = web.ServerRunner(server, shutdown_timeout=settings.grace_s)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, settings.host, settings.port, backlog=settings.backlog)
+            try:
+                await site.start()
+            except (OSError, OverflowError) as exc:
+                reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
+                raise CannotStart(f"cannot listen on {settings.host} port {settings.port}: {reason}") from exc
+            announce(_describe(settings, _bound_port(runner), ready))
+            await stop.wait()
+            log.info("stopping: requests in flight have %g s", settings.grace_s)
+        finally:
+            await runner.cleanup()
+    log.info("stopped")
+
+
+@contextlib.asynccontextmanager
+async def start_service(settings: Settings) -> AsyncIterator[tuple[Service, Ready]]:
+    """The service with everything behind it, and what its workers can do; stopped in order at the end."""
+    store = open_store(settings.store)
+    try:
+        pool = Pool(_pool_settings(settings))
+        ready = await pool.start()
+        try:
+            _check_formats(settings, ready)
+            images = Images(_images_settings(settings), store, pool, Cache(settings.cache_size, weigh))
+            yield Service(images, logs.make_access_log() if settings.access_log else None), ready
+            await images.drain()
+        finally:
+            await pool.stop()
+    finally:
+        await store.close()
+
+
+def _check_formats(settings: Settings, ready: Ready) -> None:
+    """Ask libvips what it can do, never assume."""
+    missing = [format for format in settings.allowed_types if format not in ready.reads]
+    if missing:
+        raise CannotStart(f"allowed_types names {', '.join(missing)}, which libvips {ready.libvips} here cannot read")
+    if settings.format != "none" and settings.format not in ready.writes:
+        raise CannotStart(f"format is {settings.format}, which libvips {ready.libvips} here cannot write")
+
+
+def _pool_settings(settings: Settings) -> PoolSettings:
+    return PoolSettings(
+        workers=settings.workers or len(os.sched_getaffinity(0)),
+        queue_limit=settings.queue_limit,
+        timeout_s=settings.worker_timeout_s,
+        memory_bytes=settings.worker_memory,
+        jobs_per_worker=settings.worker_jobs,
+        sandbox=settings.sandbox,
+        formats=cast(tuple[Format, ...], settings.allowed_types),
+    )
+
+
+def _images_settings(settings: Settings) -> ImagesSettings:
+    return ImagesSettings(
+        rules=Rules(
+            quality=settings.quality,
+            format=parse_output_format(settings.format),
+            background=config.parse_colour(settings.background),
+            zoom_up=not settings.disable_zoom_up,
+            max_side=settings.max_output_side,
+            max_pixels=settings.max_output_pixels,
+            max_frames=settings.max_output_frames,
+            webp_effort=settings.webp_effort,
+            avif_effort=settings.avif_effort,
+            gif_effort=settings.gif_effort,
+            png_compression=settings.png_compression,
+        ),
+        limits=Limits(
+            max_pixels=settings.max_pixels,
+            max_side=settings.max_side,
+            max_frames=settings.max_frames,
+            max_progressive_pixels=settings.max_progressive_pixels,
+        ),
+        formats=cast(tuple[Format, ...], settings.allowed_types),
+        max_bytes=settings.max_size,
+        save_new=int(settings.save_new),
+        disable_args=settings.disable_args,
+        upload_rule=parse_rules(settings.upload_rule),
+        download_rule=parse_rules(settings.download_rule),
+        admin_rule=parse_rules(settings.admin_rule),
+        trusted_proxies=tuple(parse_network(proxy) for proxy in settings.trusted_proxies),
+        image_headers=tuple(config.parse_header(header) for header in settings.image_headers),
+        port=settings.port,
+        index_page=_read_page("index.html", settings.index_page),
+        admin_page=_read_page("admin.html", settings.admin_page),
+    )
+
+
+def _read_page(name: str, path: str) -> bytes:
+    if path:
+        return Path(path).read_bytes()
+    return resources.files("uvimg.web.page").joinpath(name).read_bytes()
+
+
+def _bound_port(runner: web.ServerRunner) -> int:
+    return int(runner.addresses[0][1])
+
+
+def _describe(settings: Settings, port: int, ready: Ready) -> str:
+    """The line that a person waits for."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    workers = settings.workers or len(os.sched_getaffinity(0))
+    return (
+        f"uvimg {__version__} is ready: http://{host}:{port}/  "
+        f"(store {settings.store}, workers {workers}, libvips {ready.libvips}, "
+        f"confined by {', '.join(ready.confined_by) or 'nothing'})"
+    )

@@ -1,0 +1,664 @@
+"""The images app: an original once, any rendition of it, in zimg's dialect and in today's.
+
+An original has two names, its SHA-256 and its MD5 (zimg's id), with equal records; a rendition's name
+is the original's SHA-256 and its plan's key. Renditions are kept, and may be lost: they are made again.
+Rule: nothing is bound before a worker has decoded it to its end.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import html
+import logging
+import sys
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from uvimg.cache import Cache
+from uvimg.core.access import AccessRules, Network, find_client, is_cross_site
+from uvimg.core.address import Digest, image_name, rendition_name, renditions_prefix
+from uvimg.core.errors import (
+    BadParameter,
+    BadRequest,
+    DigestConflict,
+    Forbidden,
+    MethodNotAllowed,
+    NoLength,
+    NotFound,
+    RangeNotSatisfiable,
+    TooLarge,
+    UnsupportedType,
+    UvimgError,
+)
+from uvimg.core.form import FormReader, PartBegins, PartData, PartEnds
+from uvimg.core.formats import HEAD_BYTES, Format, media_type, recognise
+from uvimg.core.message import Content, FilePart, Request, Response
+from uvimg.core.negotiate import Failed, NotModified, Part, Unsatisfiable, choose_answer, http_date
+from uvimg.core.plan import Plan, Rules, Source, make_plan
+from uvimg.core.route import Describe, Options, Page, Params, Remove, Show, Upload, face_of, route
+from uvimg.imaging import Inspect, Inspected, Limits, Render, Rendered
+from uvimg.imaging.pool import Pool
+from uvimg.store import Incoming, Record, Store
+
+log = logging.getLogger("uvimg.images")
+
+# A browser must not run anything that an uploaded svg holds (nor a type that it guesses).
+_LOCKED_DOWN = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
+_PAGE_POLICY = (
+    "default-src 'none'; img-src 'self' blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ImagesSettings:
+    """The configuration as this app sees it. `max_bytes` bounds one upload's body."""
+
+    rules: Rules
+    limits: Limits
+    formats: tuple[Format, ...]
+    max_bytes: int
+    save_new: int
+    disable_args: bool
+    upload_rule: AccessRules
+    download_rule: AccessRules
+    admin_rule: AccessRules
+    trusted_proxies: tuple[Network, ...]
+    image_headers: tuple[tuple[str, str], ...]
+    port: int
+    index_page: bytes
+    admin_page: bytes
+
+
+class Image(msgspec.Struct, frozen=True, array_like=True):
+    """The facts in an original's record."""
+
+    md5: str
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Rendition:
+    """A rendition's record, and its bytes where they are at hand."""
+
+    record: Record
+    body: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One uploaded image, in the store."""
+
+    record: Record
+    image: Image
+    conflict: DigestConflict | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """An image that is all there and sound, and has no name yet."""
+
+    incoming: Incoming
+    record: Record
+    md5: str
+
+
+_encode_facts = msgspec.msgpack.Encoder().encode
+_decode_image = msgspec.msgpack.Decoder(Image).decode
+_encode_json = msgspec.json.Encoder().encode
+
+# What a request means is a pure function of these three; nine in ten requests repeat one.
+_route = lru_cache(4096)(route)
+
+
+class Images:
+    """See `App` in service.py for its doors."""
+
+    def __init__(
+        self, settings: ImagesSettings, store: Store, pool: Pool, cache: Cache[tuple[Digest, str], Rendition]
+    ) -> None:
+        self._settings = settings
+        self._store, self._pool, self._cache = store, pool, cache
+        self._keeping: set[asyncio.Task[None]] = set()
+
+        @lru_cache(8192)
+        def plan(params: Params, digest: Digest, facts: bytes, size: int) -> tuple[Plan, str]:
+            made = make_plan(params, _decode_image(facts).source, size, settings.rules)
+            return made, made.key
+
+        self._plan = plan
+
+    async def drain(self) -> None:
+        """Wait until every rendition that is on its way into the store is there."""
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+
+    # The two doors
+
+    def try_now(self, request: Request) -> Response | None:
+        query = _route(request.method, request.path, request.query)
+        match query:
+            case Show() if self._store.near is not None:
+                self._admit(request, self._settings.download_rule)
+                return self._show_now(request, query)
+            case Page() | Options():
+                return self._answer_page(request, query)
+        return None
+
+    async def handle(self, request: Request) -> Response:
+        query = _route(request.method, request.path, request.query)
+        match query:
+            case Show():
+                self._admit(request, self._settings.download_rule)
+                return await self._show(request, query)
+            case Describe():
+                self._admit(request, self._settings.download_rule)
+                return await self._describe(request, query)
+            case Upload():
+                self._admit(request, self._settings.upload_rule)
+                return await self._upload(request)
+            case Remove():
+                self._admit(request, self._settings.admin_rule)
+                return await self._remove(request, query)
+            case Page() | Options():
+                return self._answer_page(request, query)
+
+    def refuse(self, request: Request, error: UvimgError) -> Response:
+        """An error as this path's dialect tells it. The body of the request may not have been read."""
+        response = _refuse(request, error)
+        response.headers.update(error.headers)
+        response.headers.setdefault("Cache-Control", "no-store")
+        return response
+
+    def _admit(self, request: Request, rules: AccessRules) -> None:
+        if rules.allows_everybody:
+            return
+        if not rules.allows(find_client(request.peer, request.headers, self._settings.trusted_proxies)):
+            raise Forbidden()
+
+    # Showing
+
+    def _show_now(self, request: Request, query: Show) -> Response | None:
+        near = self._store.near
+        assert near is not None
+        original = near.record(image_name(query.image_id))
+        if original is None:
+            raise NotFound()
+        params = self._effective(query.params)
+        if params.original:
+            return self._answer_original(request, original, near.get(original.digest))
+        _, key = self._plan(params, original.digest, original.facts, original.size)
+        found = self._cache.peek((original.digest, key))
+        if found is None:
+            record = near.record(rendition_name(original.digest, key))
+            if record is None:
+                return None
+            found = Rendition(record, None)
+        body = found.body if found.body is not None else near.get(found.record.digest)
+        return None if body is None else self._answer_image(request, found.record, body, original.created_s)
+
+    async def _show(self, request: Request, query: Show) -> Response:
+        if self._store.near is not None and (response := self._show_now(request, query)) is not None:
+            return response
+        original = await self._store.record(image_name(query.image_id))
+        if original is None:
+            raise NotFound()
+        params = self._effective(query.params)
+        if params.original:
+            return self._answer_original(request, original, await self._store.get(original.digest))
+        plan, key = self._plan(params, original.digest, original.facts, original.size)
+        rendition = await self._cache.get((original.digest, key), lambda: self._find_or_make(original, plan, key))
+        body = rendition.body
+        if body is None:
+            content = await self._store.get(rendition.record.digest)
+            if content is None:
+                # Taken away between two lookups: an image that is being deleted.
+                raise NotFound()
+            return self._answer_image(request, rendition.record, content, original.created_s)
+        return self._answer_image(request, rendition.record, body, original.created_s)
+
+    def _effective(self, params: Params) -> Params:
+        return Params() if self._settings.disable_args else params
+
+    def _answer_original(self, request: Request, original: Record, content: Content | None) -> Response:
+        if content is None:
+            log.error("the blob of image %s is missing from the store", original.digest.hex())
+            raise UvimgError("The image's bytes are missing from the store.")
+        return self._answer_image(request, original, content, original.created_s)
+
+    def _answer_image(self, request: Request, record: Record, body: Content, modified_s: int) -> Response:
+        """200, 206, 304, 412 or 416 for a representation that is at hand."""
+        etag = f'"{record.digest.hex()[:32]}"'
+        headers = dict(self._settings.image_headers)
+        headers["ETag"] = etag
+        headers["Last-Modified"] = http_date(modified_s)
+        answer = choose_answer(request.headers, etag, modified_s, record.size, ranges=request.method == "GET")
+        match answer:
+            case NotModified():
+                _close(body)
+                return Response(304, headers)
+            case Failed():
+                _close(body)
+                return Response(412, headers)
+            case Unsatisfiable():
+                _close(body)
+                raise RangeNotSatisfiable(record.size)
+        headers["Content-Type"] = record.type
+        headers["Accept-Ranges"] = "bytes"
+        if record.type == "image/svg+xml":
+            headers["Content-Security-Policy"] = _LOCKED_DOWN
+        if isinstance(answer, Part):
+            headers["Content-Range"] = f"bytes {answer.start}-{answer.stop - 1}/{record.size}"
+            part = (
+                body.part(answer.start, answer.stop) if isinstance(body, FilePart) else body[answer.start : answer.stop]
+            )
+            return Response(206, headers, part)
+        return Response(200, headers, body)
+
+    # Making
+
+    async def _find_or_make(self, original: Record, plan: Plan, key: str) -> Rendition:
+        name = rendition_name(original.digest, key)
+        record = await self._store.record(name)
+        if record is not None and (content := await self._store.get(record.digest)) is not None:
+            if isinstance(content, FilePart):
+                content.close()
+                return Rendition(record, None)
+            return Rendition(record, content)
+        content = await self._store.get(original.digest)
+        if content is None:
+            log.error("the blob of image %s is missing from the store", original.digest.hex())
+            raise UvimgError("The image's bytes are missing from the store.")
+        try:
+            source = _decode_image(original.facts).source
+            rendered, body = await self._pool.run(Render(source.format, plan), content, "renditions")
+        finally:
+            _close(content)
+        assert isinstance(rendered, Rendered)
+        if rendered.as_original:
+            record = msgspec.structs.replace(original, facts=b"")
+        else:
+            digest = hashlib.sha256(body).digest()
+            record = Record(digest, len(body), media_type(rendered.format), int(time.time()))
+        if self._settings.save_new == 1:
+            task = asyncio.create_task(self._keep(name, record, None if rendered.as_original else body))
+            self._keeping.add(task)
+            task.add_done_callback(self._keeping.discard)
+        return Rendition(record, None if rendered.as_original else body)
+
+    async def _keep(self, name: bytes, record: Record, body: bytes | None) -> None:
+        """Put a rendition into the store. Nobody waits for it, and nothing is lost when it fails."""
+        try:
+            if body is None:
+                await self._store.bind(name, record)
+                return
+            async with self._store.incoming() as incoming:
+                await incoming.write(body)
+                await incoming.finish()
+                await self._store.bind(name, record, incoming)
+        except UvimgError as exc:
+            log.warning("a rendition could not be kept: %s", exc.detail)
+
+    # Uploading
+
+    async def _upload(self, request: Request) -> Response:
+        if request.length == 0:
+            raise NoLength()
+        if (request.length or 0) > self._settings.max_bytes:
+            raise TooLarge()
+        face = face_of(request.path)
+        content_type = request.headers.get("content-type", "")
+        body = _bounded(request.body, self._settings.max_bytes)
+        if content_type.partition(";")[0].strip().lower() == "multipart/form-data":
+            files = _Files(FormReader(content_type), body)
+            if face == "images":
+                return await self._upload_one_of_form(files)
+            return await self._upload_form(files, as_json="application/json" in request.headers.get("accept", ""))
+        async with self._stage(body) as staged:
+            stored = await self._bind(staged)
+        if face == "images":
+            return _answer_created(stored)
+        if stored.conflict:
+            raise stored.conflict
+        return _json({"ret": True, "info": {"md5": stored.image.md5, "size": stored.record.size}})
+
+    async def _upload_one_of_form(self, files: "_Files") -> Response:
+        """The one file of a form. Nothing is bound before the form has come to its end."""
+        async for _ in files:
+            async with self._stage(files.data()) as staged:
+                async for _ in files:
+                    raise BadRequest("Send one file at a time here; POST /upload takes many.")
+                return _answer_created(await self._bind(staged))
+        raise BadRequest("The form holds no file.")
+
+    async def _upload_form(self, files: "_Files", *, as_json: bool) -> Response:
+        """Every file of a form, one after the other, each on its own: a bad one does not undo the others."""
+        outcomes: list[tuple[str, Stored | UvimgError]] = []
+        async for filename in files:
+            try:
+                async with self._stage(files.data()) as staged:
+                    outcomes.append((filename, await self._bind(staged)))
+            except UvimgError as exc:
+                if files.broken or exc.status >= 500:
+                    raise
+                outcomes.append((filename, exc))
+        return _tell_form_as_json(outcomes) if as_json else _html(_tell_form(outcomes, self._settings.port))
+
+    @contextlib.asynccontextmanager
+    async def _stage(self, chunks: AsyncIterable[bytes]) -> "AsyncIterator[_Staged]":
+        """One image received, recognised and decoded to its end; it goes away again unless it is bound."""
+        md5 = hashlib.md5(usedforsecurity=False)
+        async with self._store.incoming(md5.update) as incoming:
+            format = await self._receive(chunks, incoming.write)
+            digest = await incoming.finish()
+            record = await self._store.record(image_name(digest.hex()))
+            if record is None:
+                content = incoming.content()
+                try:
+                    inspected, _ = await self._pool.run(Inspect(format, self._settings.limits), content, "uploads")
+                finally:
+                    _close(content)
+                assert isinstance(inspected, Inspected)
+                facts = _encode_facts(Image(md5.hexdigest(), inspected.source))
+                record = Record(digest, incoming.size, media_type(inspected.source.format), int(time.time()), facts)
+            yield _Staged(incoming, record, md5.hexdigest())
+
+    async def _bind(self, staged: "_Staged") -> Stored:
+        """Give an image its two names, in one commit."""
+        digest = staged.record.digest
+        bound, alias = await asyncio.gather(
+            *(
+                self._store.bind(image_name(image_id), staged.record, staged.incoming, replace=False)
+                for image_id in (digest.hex(), staged.md5)
+            )
+        )
+        assert bound is not None
+        assert alias is not None
+        conflict = DigestConflict(digest.hex()) if alias.digest != digest else None
+        return Stored(bound, _decode_image(bound.facts), conflict)
+
+    async def _receive(self, chunks: AsyncIterable[bytes], write: Callable[[bytes], Any]) -> Format:
+        """Pass the bytes on. What is no image is refused as soon as its first bytes say so."""
+        head = b""
+        format: Format | None = None
+        async for chunk in chunks:
+            if format is None:
+                head += chunk
+                if len(head) < HEAD_BYTES:
+                    continue
+                chunk, format = head, self._recognise(head)
+            await write(chunk)
+        if format is None:
+            if not head:
+                raise BadRequest("The body is empty.")
+            format = self._recognise(head)
+            await write(head)
+        return format
+
+    def _recognise(self, head: bytes) -> Format:
+        format = recognise(head[:HEAD_BYTES])
+        if format is None or format not in self._settings.formats:
+            raise UnsupportedType(f"This is not an image of a type taken here ({', '.join(self._settings.formats)}).")
+        return format
+
+    # Facts, removal, pages
+
+    async def _describe(self, request: Request, query: Describe) -> Response:
+        modern = face_of(request.path) == "images"
+        if query.image_id is None:
+            raise BadParameter("md5", "md5 must be 32 hex digits (or the 64 of a SHA-256).")
+        record = await self._store.record(image_name(query.image_id))
+        if record is None:
+            raise NotFound()
+        image = _decode_image(record.facts)
+        return _json(_describe(record, image) if modern else {"ret": True, "info": _describe_as_zimg(record, image)})
+
+    async def _remove(self, request: Request, query: Remove) -> Response:
+        if is_cross_site(request.headers):
+            raise Forbidden("A page of another site asked for this.")
+        record = await self._store.record(image_name(query.image_id))
+        if record is None:
+            raise NotFound()
+        for image_id in (record.digest.hex(), _decode_image(record.facts).md5):
+            name = image_name(image_id)
+            bound = await self._store.record(name)
+            # After a conflict the MD5 is another image's name.
+            if bound is not None and bound.digest == record.digest:
+                await self._store.unbind(name)
+        await self._forget_renditions(record.digest)
+        if not query.by_get:
+            return Response(204)
+        return _html(_tell_command("Successful", request.query))
+
+    async def _forget_renditions(self, digest: Digest) -> None:
+        prefix = renditions_prefix(digest)
+        while page := await self._store.scan(prefix, limit=100):
+            await asyncio.gather(*(self._store.unbind(name) for name, _ in page))
+        self._cache.forget(lambda key: key[0] == digest)
+
+    def _answer_page(self, request: Request, query: Page | Options) -> Response:
+        match query:
+            case Options(allow):
+                return Response(204, {"Allow": allow})
+            case Page("echo"):
+                return _html("<html><body><h1>zimg works!</h1></body></html>")
+            case Page("favicon"):
+                return Response(200, {"Content-Type": "image/svg+xml", "Cache-Control": "max-age=86400"}, _FAVICON)
+            case Page("admin"):
+                self._admit(request, self._settings.admin_rule)
+                return _page(self._settings.admin_page)
+            case _:
+                return _page(self._settings.index_page)
+
+
+_FAVICON = (
+    b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><rect width="16" height="16" rx="3" fill="#2b59c3"/>'
+    b'<path d="M2 13 6 6l3 4 2-2 3 5z" fill="#fff"/><circle cx="11.5" cy="4.5" r="1.5" fill="#ffd23f"/></svg>'
+)
+
+
+class _Files:
+    """The files of a form, one after the other: iterate, and read each by `data` before the next."""
+
+    def __init__(self, form: FormReader, body: AsyncIterable[bytes]) -> None:
+        self._form = form
+        self._events = self._read(body)
+        # Whether the form itself, rather than a file in it, was at fault.
+        self.broken = False
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        async for event in self._events:
+            # A plain field has no file name; a file that was not chosen has an empty one.
+            if isinstance(event, PartBegins) and event.filename:
+                yield event.filename
+
+    async def data(self) -> AsyncIterator[bytes]:
+        async for event in self._events:
+            match event:
+                case PartData(data):
+                    yield data
+                case PartEnds():
+                    return
+
+    async def _read(self, body: AsyncIterable[bytes]) -> AsyncIterator[PartBegins | PartData | PartEnds]:
+        try:
+            async for chunk in body:
+                for event in self._form.feed(chunk):
+                    yield event
+            self._form.close()
+        except UvimgError:
+            self.broken = True
+            raise
+
+
+async def _bounded(body: AsyncIterable[bytes], max_bytes: int) -> AsyncIterator[bytes]:
+    """A body of undeclared size is counted while it comes."""
+    size = 0
+    async for chunk in body:
+        size += len(chunk)
+        if size > max_bytes:
+            raise TooLarge()
+        yield chunk
+
+
+def _close(content: Content) -> None:
+    if isinstance(content, FilePart):
+        content.close()
+
+
+# Telling
+
+
+def _json(value: object, status: int = 200, type: str = "application/json") -> Response:
+    return Response(status, {"Content-Type": type, "Cache-Control": "no-store"}, _encode_json(value))
+
+
+def _html(text: str, status: int = 200) -> Response:
+    return Response(status, {"Content-Type": "text/html; charset=utf-8", "Cache-Control": "no-store"}, text.encode())
+
+
+def _page(body: bytes) -> Response:
+    headers = {"Content-Type": "text/html; charset=utf-8", "Cache-Control": "no-cache"}
+    return Response(200, headers | {"Content-Security-Policy": _PAGE_POLICY, "Referrer-Policy": "same-origin"}, body)
+
+
+def _describe(record: Record, image: Image) -> dict[str, object]:
+    source = image.source
+    return {
+        "id": record.digest.hex(),
+        "md5": image.md5,
+        "sha256": record.digest.hex(),
+        "size": record.size,
+        "type": record.type,
+        "format": source.format,
+        "width": source.width,
+        "height": source.height,
+        "orientation": source.orientation,
+        "frames": source.frames,
+        "has_alpha": source.has_alpha,
+        "quality": source.quality,
+        "created": record.created_s,
+    }
+
+
+def _describe_as_zimg(record: Record, image: Image) -> dict[str, object]:
+    source = image.source
+    return {
+        "size": record.size,
+        "width": source.width,
+        "height": source.height,
+        "quality": source.quality,
+        "format": source.format.upper(),
+        "orientation": source.orientation,
+        "frames": source.frames,
+        "has_alpha": source.has_alpha,
+        "sha256": record.digest.hex(),
+    }
+
+
+def _answer_created(stored: Stored) -> Response:
+    if stored.conflict:
+        raise stored.conflict
+    url = f"/images/{stored.record.digest.hex()}"
+    response = _json({"url": url, **_describe(stored.record, stored.image)}, 201)
+    response.headers["Location"] = url
+    return response
+
+
+def _tell_form(outcomes: Sequence[tuple[str, Stored | UvimgError]], port: int) -> str:
+    """zimg's answer to a form, to the byte: clients take it apart."""
+    blocks = ["<html>\n<head>\n<title>Upload Result</title>\n</head>\n<body>\n"]
+    for filename, outcome in outcomes:
+        match outcome:
+            case Stored(conflict=None):
+                md5 = outcome.image.md5
+                blocks.append(
+                    f"<h1>MD5: {md5}</h1>\nImage upload successfully! You can get this image via this address:"
+                    f'<br/><br/>\n<a href="/{md5}">http://yourhostname:{port}/{md5}</a>'
+                    "?w=width&h=height&g=isgray&x=position_x&y=position_y&r=rotate&q=quality&f=format\n"
+                )
+            case UnsupportedType():
+                blocks.append(f"<h1>File: {html.escape(filename)}</h1>\n<p>File type is not supported!</p>\n")
+            case _:
+                blocks.append("<h1>Failed!</h1>\n<p>File save failed!</p>\n")
+    if not outcomes:
+        blocks.append("<h1>Upload Failed!</h1>\n")
+    return "".join(blocks) + "</body>\n</html>\n"
+
+
+def _tell_form_as_json(outcomes: Sequence[tuple[str, Stored | UvimgError]]) -> Response:
+    info: list[dict[str, object]] = []
+    for filename, outcome in outcomes:
+        error = outcome.conflict if isinstance(outcome, Stored) else outcome
+        if error is not None:
+            info.append({"name": filename, "error": {"code": error.code, "message": error.detail}})
+        elif isinstance(outcome, Stored):
+            info.append({"name": filename, "md5": outcome.image.md5, "size": outcome.record.size})
+    return _json({"ret": any("md5" in entry for entry in info), "info": info})
+
+
+_ZIMG_MESSAGES = (
+    "Internal error.",
+    "File type not support.",
+    "Request method error.",
+    "Access error.",
+    "Request body parse error.",
+    "Content-Length error.",
+    "Content-Type error.",
+    "File too large.",
+    "Request url illegal.",
+    "Image not existed.",
+)
+
+# zimg tells every error of these doors with 200. A client that reads its JSON goes on working; what a
+# proxy, a client library or the connection itself must see keeps its own status.
+_TOLD_BY_STATUS = frozenset({408, 409, 413, 417, 500, 503, 507})
+
+
+def _refuse(request: Request, error: UvimgError) -> Response:
+    path = request.path
+    if face_of(path) == "images":
+        problem: dict[str, object] = {"type": "about:blank", "title": error.title, "status": error.status}
+        problem["detail"] = error.detail
+        if isinstance(error, BadParameter):
+            problem["parameter"] = error.parameter
+        if isinstance(error, DigestConflict):
+            problem["sha256"] = error.sha256
+        return _json(problem, error.status, "application/problem+json")
+    status = error.status if error.status in _TOLD_BY_STATUS else 200
+    upload = path == "/upload" or (path == "/" and request.method == "POST")
+    if upload or path == "/info":
+        code = 8 if path == "/info" and isinstance(error, BadParameter) else error.code
+        told: dict[str, object] = {"code": code, "message": _ZIMG_MESSAGES[code]}
+        if upload:
+            told["detail"] = error.detail
+        if isinstance(error, DigestConflict):
+            told["sha256"] = error.sha256
+        return _json({"ret": False, "error": told}, status)
+    if path == "/admin" and not isinstance(error, Forbidden | MethodNotAllowed):
+        reason = "Image Not Found." if isinstance(error, NotFound) else "Command Failed."
+        return _html(_tell_command("Failed", request.query, f"<p>{reason}</p>"), status)
+    if isinstance(error, NotFound):
+        return _html("<html><body><h1>404 Not Found!</h1></body></html>", 404)
+    reason = html.escape(error.detail)
+    return _html(f"<html><body><h1>{error.status} {error.title}!</h1><p>{reason}</p></body></html>", error.status)
+
+
+def _tell_command(outcome: str, query: str, reason: str = "") -> str:
+    """zimg's answer to a command of its admin page."""
+    fields = dict(parse_qsl(query))
+    md5, command = (html.escape(fields.get(name, "")) for name in ("md5", "t"))
+    return (
+        f"<html><body><h1>Admin Command {outcome}!</h1>"
+        f"<p>MD5: {md5}</p> <p>Command Type: {command}</p> {reason}</body></html>"
+    )
+
+
+def weigh(rendition: Rendition) -> int:
+    """What a rendition costs the cache, in bytes; one whose bytes are not at hand is not worth keeping."""
+    return sys.maxsize if rendition.body is None else len(rendition.body) + 512

@@ -1,0 +1,189 @@
+"""The `uvimg` command: serve · scrub · gc · config.
+
+Whatever goes wrong is one readable line on stderr and exit status 2 (asked wrongly), 1 (found damage or
+could not do it), never a traceback.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, get_origin
+
+from uvimg import __version__, config
+from uvimg.config import ConfigError, Settings
+from uvimg.core.errors import UvimgError
+from uvimg.store import Finding, Store, open_store
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit status."""
+    parser = _make_parser()
+    arguments = vars(parser.parse_args(argv))
+    command, path = arguments.pop("command"), arguments.pop("config", None)
+    # No app named is not the same as no app.
+    if not arguments.get("apps"):
+        arguments.pop("apps", None)
+    options = {name: arguments.pop(name) for name in ("dry_run", "defaults", "markdown") if name in arguments}
+    try:
+        settings = config.load(arguments, config_file=path)
+        match command:
+            case "serve":
+                return _serve(settings)
+            case "scrub":
+                return asyncio.run(_scrub(settings))
+            case "gc":
+                return asyncio.run(_collect(settings, dry_run=options["dry_run"]))
+            case _:
+                return _show_config(settings, **options)
+    except ConfigError as exc:
+        return _complain(str(exc), 2)
+    except UvimgError as exc:
+        return _complain(exc.detail, 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has seen enough.
+        return 0
+
+
+def _complain(text: str, status: int) -> int:
+    print(f"uvimg: {text}", file=sys.stderr)
+    return status
+
+
+def _serve(settings: Settings) -> int:
+    # Only here: the other commands need neither loop nor server.
+    import uvloop
+
+    from uvimg.app import CannotStart, serve
+    from uvimg.imaging.pool import WorkerDied
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(settings, lambda line: print(line, flush=True)))
+    except (CannotStart, WorkerDied) as exc:
+        return _complain(str(exc), 1)
+    return 0
+
+
+async def _scrub(settings: Settings) -> int:
+    store = open_store(settings.store)
+    try:
+        damaged = await _walk(store, store.scrub(), "blobs verified")
+    finally:
+        await store.close()
+    if damaged:
+        return _complain(f"{damaged} damaged in {settings.store}", 1)
+    print(f"no damage found in {settings.store}")
+    return 0
+
+
+async def _collect(settings: Settings, *, dry_run: bool) -> int:
+    store = open_store(settings.store)
+    try:
+        removed = await _walk(store, store.collect(dry_run=dry_run), "removed")
+    finally:
+        await store.close()
+    print(f"{removed} {'would be removed' if dry_run else 'removed'} from {settings.store}")
+    return 0
+
+
+async def _walk(store: Store, findings: AsyncIterator[Finding], unit: str) -> int:
+    """Follow a long walk, with a bar on a terminal and a line for each trouble; how many there were."""
+    from tqdm import tqdm
+
+    troubles = 0
+    total = await store.size() if unit == "blobs verified" else None
+    # disable=None: only where somebody watches.
+    with tqdm(total=total, unit=f" {unit}", unit_scale=True, disable=None, leave=False) as bar:
+        async for finding in findings:
+            bar.update()
+            if finding.trouble:
+                troubles += 1
+                bar.write(f"{finding.subject}: {finding.trouble}")
+    return troubles
+
+
+def _show_config(settings: Settings, *, defaults: bool, markdown: bool) -> int:
+    print(config.to_markdown() if markdown else config.to_toml(None if defaults else settings), end="")
+    return 0
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="uvimg",
+        description="Upload an image once, get any size of it, fast, from one small service.",
+        epilog="Every setting can also be given as an environment variable (UVIMG_PORT) or in a TOML file "
+        "(--config FILE); 'uvimg config' shows what is in force. A flag wins over the environment, that over the file.",
+    )
+    parser.add_argument("--version", action="version", version=f"uvimg {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    serve = commands.add_parser(
+        "serve",
+        usage="uvimg serve [--config FILE] [--SETTING VALUE …] [images …]",
+        help="serve images over HTTP",
+        description="Serve images over HTTP until SIGTERM or Ctrl-C.",
+        epilog="Then: curl --data-binary @photo.jpg http://127.0.0.1:4869/upload",
+    )
+    _add_settings(serve)
+    scrub = commands.add_parser(
+        "scrub",
+        help="verify every stored blob",
+        description="Read every blob in the store and hold it against its address. Damage is listed, and the "
+        "exit status is 1 then. The service may be running.",
+    )
+    collect = commands.add_parser(
+        "gc",
+        help="remove what nobody names",
+        description="Remove blobs that no name points at, renditions of images that are gone, and what interrupted "
+        "uploads left behind. The service may be running.",
+    )
+    collect.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    show = commands.add_parser(
+        "config",
+        usage="uvimg config [--defaults | --markdown] [--config FILE] [--SETTING VALUE …] [images …]",
+        help="show the settings in force",
+        description="Show the settings in force as an annotated TOML file, fit for --config.",
+    )
+    show.add_argument("--defaults", action="store_true", help="show the defaults alone, all commented out")
+    show.add_argument("--markdown", action="store_true", help="show the defaults as a table")
+    _add_settings(show)
+    for command in (scrub, collect):
+        _add_settings(command, only=("store",))
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser, only: Sequence[str] | None = None) -> None:
+    """A flag for each setting. Values stay text here: config.load judges those of every source alike."""
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings (environment: UVIMG_CONFIG)")
+    groups: dict[str, Any] = {}
+    for declaration in config.declarations():
+        if only is not None and declaration.name not in only:
+            continue
+        group = groups.get(declaration.group)
+        if group is None:
+            group = groups[declaration.group] = parser.add_argument_group(
+                declaration.group.lower(), config.GROUP_NOTES.get(declaration.group)
+            )
+        text = f"{declaration.help} Default: {declaration.show(declaration.default)}".replace("%", "%%")
+        flag = "--" + declaration.name.replace("_", "-")
+        if declaration.positional:
+            choices = "|".join(declaration.choices)
+            parser.add_argument(declaration.name, nargs="*", default=None, metavar=choices, help=text)
+        elif declaration.kind is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        elif declaration.separator == "\n":
+            group.add_argument(flag, action="append", metavar="LINE", help=text)
+        else:
+            several = get_origin(declaration.kind) is tuple
+            metavar = "A,B,…" if several else "|".join(declaration.choices) or _metavar(declaration)
+            group.add_argument(flag, default=None, metavar=metavar, help=text)
+
+
+def _metavar(declaration: config.Declaration) -> str:
+    if declaration.unit == "bytes":
+        return "SIZE"
+    if declaration.unit == "s":
+        return "SECONDS"
+    return "N" if declaration.kind is int else "TEXT"

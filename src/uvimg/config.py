@@ -1,0 +1,411 @@
+"""Every setting, declared once: flags, environment, the TOML file and its annotated example follow from it.
+
+Later sources win: default < file < environment < flag. A key that is unknown or a value that cannot be
+is an error that names the key, the value, where it came from, and what is allowed.
+"""
+
+import dataclasses
+import os
+import re
+import tomllib
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from uvimg.core.access import parse_network, parse_rules
+from uvimg.core.formats import FORMATS
+
+ENVIRONMENT_PREFIX = "UVIMG_"
+APPS = ("images",)
+
+
+class ConfigError(Exception):
+    """A setting that cannot be; the message is one readable line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """All there is to know of a setting beside its value. `unit` "bytes" allows '100 MiB'."""
+
+    name: str
+    kind: Any
+    default: Any
+    group: str
+    help: str
+    low: float | None
+    high: float | None
+    unit: str
+    choices: tuple[str, ...]
+    check: Callable[[Any], object] | None
+    positional: bool
+    # Between the items of a list where it comes as text.
+    separator: str
+
+    @property
+    def allowed(self) -> str:
+        """What a value may be, in words."""
+        if self.choices:
+            several = "any of" if get_origin(self.kind) is tuple else "one of"
+            return f"{several} {', '.join(self.choices)}"
+        if self.kind is bool:
+            return "true or false"
+        if self.kind in (int, float):
+            number = (
+                "a size such as '100 MiB'"
+                if self.unit == "bytes"
+                else "a whole number"
+                if self.kind is int
+                else "a number"
+            )
+            if self.high is not None:
+                return f"{number} from {self.show(self.low)} to {self.show(self.high)}"
+            return number if self.low is None else f"{number} of at least {self.show(self.low)}"
+        return "a list of texts" if get_origin(self.kind) is tuple else "a text"
+
+    def show(self, value: Any) -> str:
+        """A value as it is written in TOML."""
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        if self.unit == "bytes" and isinstance(value, int):
+            return f'"{_show_size(value)}"'
+        if isinstance(value, tuple):
+            return "[" + ", ".join(_quote(item) for item in value) + "]"
+        if isinstance(value, int) and abs(value) >= 100_000:
+            return f"{value:_}"
+        if isinstance(value, int | float):
+            return f"{value:g}"
+        return _quote(str(value))
+
+
+def _setting(
+    default: Any,
+    group: str,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    unit: str = "",
+    choices: Sequence[str] = (),
+    check: Callable[[Any], object] | None = None,
+    positional: bool = False,
+    separator: str = ",",
+) -> Any:
+    metadata = {
+        "group": group,
+        "help": help,
+        "low": low,
+        "high": high,
+        "unit": unit,
+        "choices": tuple(choices),
+        "check": check,
+        "positional": positional,
+        "separator": separator,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def parse_colour(text: str) -> tuple[int, int, int]:
+    """Red, green and blue from '#rrggbb'."""
+    if not re.fullmatch(r"#[0-9a-fA-F]{6}", text):
+        raise ValueError("a colour is written #rrggbb")
+    red, green, blue = bytes.fromhex(text[1:])
+    return red, green, blue
+
+
+def parse_header(text: str) -> tuple[str, str]:
+    """Name and value of a header field (RFC 9110 5.5: nothing that could end the line)."""
+    name, colon, value = text.partition(":")
+    if not colon or not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name) or not re.fullmatch(r"[ -~\t]*", value):
+        raise ValueError("a header is written 'Name: value'")
+    return name, value.strip()
+
+
+def _check_store(url: str) -> None:
+    if not re.fullmatch(r"local:.+|memory:", url):
+        raise ValueError("a store is written local:DIR or memory:")
+
+
+def _check_each(check: Callable[[str], object]) -> Callable[[Sequence[str]], None]:
+    def check_all(values: Sequence[str]) -> None:
+        for value in values:
+            check(value)
+
+    return check_all
+
+
+def _check_file(path: str) -> None:
+    if path and not os.path.isfile(path):
+        raise ValueError("there is no such file")
+
+
+_SERVER, _STORE, _IMAGES, _LIMITS, _WORKERS, _ACCESS = "Server", "Store", "Images", "Limits", "Workers", "Access"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The values. Sizes in bytes, times in seconds."""
+
+    apps: tuple[str, ...] = _setting(
+        APPS, _SERVER, "The apps to serve. One alone is mounted at /.", choices=APPS, positional=True
+    )
+    host: str = _setting("127.0.0.1", _SERVER, "Address to listen on; 0.0.0.0 or :: is every interface.")
+    port: int = _setting(4869, _SERVER, "Port to listen on; 0 takes a free one.", low=0, high=65_535)
+    backlog: int = _setting(
+        4096, _SERVER, "Connections the kernel may hold until they are accepted.", low=1, high=65_535
+    )
+    keepalive_s: float = _setting(75.0, _SERVER, "How long an idle connection is kept open.", low=1, unit="s")
+    grace_s: float = _setting(30.0, _SERVER, "How long requests in flight may go on after SIGTERM.", low=0, unit="s")
+    log: Literal["text", "json"] = _setting("text", _SERVER, "Form of the log on stderr.")
+    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", _SERVER, "The least that is logged.")
+    access_log: bool = _setting(True, _SERVER, "Log one line for each request.")
+    store: str = _setting(
+        "local:./data", _STORE, "Where images live: local:DIR, or memory: which forgets.", check=_check_store
+    )
+    save_new: Literal["0", "1", "2"] = _setting(
+        "1", _STORE, "Which renditions are kept in the store: 0 none, 1 all, 2 only those of scripted types (t=)."
+    )
+    cache_size: int = _setting(64 << 20, _STORE, "Memory for renditions at hand; 0 for none.", low=0, unit="bytes")
+    format: Literal["jpeg", "png", "webp", "gif", "avif", "none"] = _setting(
+        "jpeg", _IMAGES, "Format of a rendition where f is not given; none keeps the source's."
+    )
+    quality: int = _setting(75, _IMAGES, "Quality of a rendition where q is not given.", low=1, high=100)
+    background: str = _setting(
+        "#ffffff",
+        _IMAGES,
+        "Colour behind transparent pixels in JPEG, and in the corners of a turned image.",
+        check=parse_colour,
+    )
+    allowed_types: tuple[str, ...] = _setting(
+        tuple(format for format in FORMATS if format != "svg"),
+        _IMAGES,
+        "Types of images that may be uploaded. svg is not among them unless you put it there.",
+        choices=FORMATS,
+    )
+    image_headers: tuple[str, ...] = _setting(
+        ("Cache-Control: max-age=7776000",),
+        _IMAGES,
+        "Headers of every image. In the environment one a line; the flag may be repeated.",
+        check=_check_each(parse_header),
+        separator="\n",
+    )
+    disable_args: bool = _setting(False, _IMAGES, "Ignore the parameters w, h, p, g, x, y, r, q and f.")
+    disable_zoom_up: bool = _setting(False, _IMAGES, "Never enlarge: w and h are at most the image's own.")
+    webp_effort: int = _setting(2, _IMAGES, "Work on a smaller WebP, 0 fastest.", low=0, high=6)
+    avif_effort: int = _setting(
+        1, _IMAGES, "Work on a smaller AVIF, 0 fastest; 4 takes fifty times as long as 0.", low=0, high=9
+    )
+    gif_effort: int = _setting(3, _IMAGES, "Work on a smaller GIF, 1 fastest.", low=1, high=10)
+    png_compression: int = _setting(6, _IMAGES, "zlib level of PNG, 0 fastest.", low=0, high=9)
+    index_page: str = _setting("", _IMAGES, "HTML file to show at / instead of the built-in page.", check=_check_file)
+    admin_page: str = _setting(
+        "", _IMAGES, "HTML file to show at /admin instead of the built-in page.", check=_check_file
+    )
+    max_size: int = _setting(100 << 20, _LIMITS, "Largest upload.", low=1, unit="bytes")
+    max_pixels: int = _setting(75_000_000, _LIMITS, "Most pixels an upload may declare, over all its frames.", low=1)
+    max_side: int = _setting(16_384, _LIMITS, "Longest side an upload may declare, in pixels.", low=1, high=65_535)
+    max_frames: int = _setting(1_000, _LIMITS, "Most frames an upload may declare.", low=1)
+    max_progressive_pixels: int = _setting(
+        40_000_000,
+        _LIMITS,
+        "Most pixels of a progressive JPEG or interlaced PNG, which has to be held in memory whole.",
+        low=1,
+    )
+    max_output_side: int = _setting(
+        10_000, _LIMITS, "Longest side of a rendition that enlarges, in pixels.", low=1, high=65_535
+    )
+    max_output_pixels: int = _setting(50_000_000, _LIMITS, "Most pixels of a rendition that enlarges.", low=1)
+    max_output_frames: int = _setting(100, _LIMITS, "Most frames that a rendition keeps of an animation.", low=1)
+    workers: int = _setting(0, _WORKERS, "Image worker processes; 0 is one for each core.", low=0, high=1024)
+    queue_limit: int = _setting(
+        1000, _WORKERS, "Image jobs that may wait; more are answered 503 at once.", low=0, high=100_000
+    )
+    worker_timeout_s: float = _setting(
+        30.0, _WORKERS, "Longest time for one image job; past it the worker is killed.", low=0.1, unit="s"
+    )
+    worker_memory: int = _setting(4 << 30, _WORKERS, "Address space of a worker; 0 for no limit.", low=0, unit="bytes")
+    worker_jobs: int = _setting(10_000, _WORKERS, "Jobs after which a worker is replaced; 0 for never.", low=0)
+    sandbox: Literal["auto", "require", "off"] = _setting(
+        "auto",
+        _WORKERS,
+        "Confine workers (resource limits, no new privileges, Landlock): as far as the kernel can, or not at all; "
+        "with require uvimg does not start without Landlock.",
+    )
+    upload_rule: str = _setting("allow all", _ACCESS, "Who may upload.", check=parse_rules)
+    download_rule: str = _setting("allow all", _ACCESS, "Who may see images and their facts.", check=parse_rules)
+    admin_rule: str = _setting(
+        "allow 127.0.0.0/8; allow ::1", _ACCESS, "Who may delete images and see /admin.", check=parse_rules
+    )
+    trusted_proxies: tuple[str, ...] = _setting(
+        (),
+        _ACCESS,
+        "Addresses and networks of your proxies, whose X-Forwarded-For or Forwarded is believed.",
+        check=_check_each(parse_network),
+    )
+
+
+GROUP_NOTES = {
+    _ACCESS: "Rules are 'allow|deny ADDRESS|ADDRESS/MASK|all', joined by ';'. The first that matches decides."
+}
+
+
+@cache
+def declarations() -> tuple[Declaration, ...]:
+    """Every setting, in order."""
+    hints = typing.get_type_hints(Settings)
+    found: list[Declaration] = []
+    for item in dataclasses.fields(Settings):
+        metadata = dict(item.metadata)
+        kind = hints[item.name]
+        if get_origin(kind) is Literal:
+            metadata["choices"] = get_args(kind)
+        found.append(Declaration(name=item.name, kind=kind, default=item.default, **metadata))
+    return tuple(found)
+
+
+def load(
+    flags: Mapping[str, Any], environment: Mapping[str, str] | None = None, config_file: str | None = None
+) -> Settings:
+    """The settings from all four sources. ConfigError for the first that cannot be."""
+    environment = os.environ if environment is None else environment
+    by_name = {declaration.name: declaration for declaration in declarations()}
+    values: dict[str, Any] = {}
+    path = config_file or environment.get(f"{ENVIRONMENT_PREFIX}CONFIG")
+    if path:
+        for key, value in _read_file(path).items():
+            _put(values, by_name, key, value, f"in {path}")
+    for key, value in environment.items():
+        if key.startswith(ENVIRONMENT_PREFIX) and key != f"{ENVIRONMENT_PREFIX}CONFIG":
+            name = key.removeprefix(ENVIRONMENT_PREFIX)
+            _put(values, by_name, name.lower() if name.isupper() else name, value, f"from the environment's {key}")
+    for key, value in flags.items():
+        if value is not None:
+            flag = key if by_name[key].positional else "--" + key.replace("_", "-")
+            _put(values, by_name, key, value, f"from {flag}")
+    return Settings(**values)
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"{path}: {exc.strerror}") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{path}: {exc}") from exc
+
+
+def _put(values: dict[str, Any], by_name: Mapping[str, Declaration], key: str, value: Any, origin: str) -> None:
+    if key not in by_name:
+        raise ConfigError(f"unknown setting {key} ({origin}); 'uvimg config' lists those there are")
+    declaration = by_name[key]
+    try:
+        values[key] = _convert(declaration, value)
+        if declaration.check is not None:
+            declaration.check(values[key])
+    except ValueError as exc:
+        allowed = str(exc) or f"it must be {declaration.allowed}"
+        raise ConfigError(f"{key} = {value!r} ({origin}): {allowed}") from None
+
+
+def _convert(declaration: Declaration, value: Any) -> Any:
+    """A value of the declared kind, from TOML or from text. ValueError, without words, when it is none."""
+    kind = declaration.kind
+    if get_origin(kind) is tuple:
+        items = value
+        if isinstance(value, str):
+            items = [item.strip() for item in value.split(declaration.separator) if item.strip()]
+        if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+            raise ValueError
+        if declaration.choices and (not items or not set(items) <= set(declaration.choices)):
+            raise ValueError
+        return tuple(items)
+    if declaration.choices:
+        # A number in TOML may stand for a choice that looks like one.
+        text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
+        if text not in declaration.choices:
+            raise ValueError
+        return text
+    if kind is bool:
+        if isinstance(value, str):
+            value = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(value.lower())
+        if not isinstance(value, bool):
+            raise ValueError
+        return value
+    if kind in (int, float):
+        return _convert_number(declaration, value)
+    if not isinstance(value, str):
+        raise ValueError
+    return value
+
+
+def _convert_number(declaration: Declaration, value: Any) -> int | float:
+    if isinstance(value, str):
+        text = value.strip().replace("_", "")
+        size = _SIZE.fullmatch(text) if declaration.unit == "bytes" else None
+        try:
+            number = int(size[1]) * _UNITS[size[2].lower()] if size else declaration.kind(text)
+        except ValueError:
+            raise ValueError from None
+    elif isinstance(value, bool) or not isinstance(value, int if declaration.kind is int else int | float):
+        raise ValueError
+    else:
+        number = declaration.kind(value)
+    # Written so that NaN fails too.
+    if not (declaration.low is None or number >= declaration.low) or not (
+        declaration.high is None or number <= declaration.high
+    ):
+        raise ValueError
+    return number
+
+
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_SIZE = re.compile(r"(\d+)\s*([KMGT]iB|B|)", re.IGNORECASE | re.ASCII)
+
+
+def _show_size(size: int) -> str:
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size and size % unit == 0:
+            return f"{size // unit} {name}"
+    return f"{size} B" if size else "0"
+
+
+def _quote(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def changed(settings: Settings) -> dict[str, str]:
+    """The settings that differ from their defaults, as TOML shows them."""
+    return {
+        declaration.name: declaration.show(getattr(settings, declaration.name))
+        for declaration in declarations()
+        if getattr(settings, declaration.name) != declaration.default
+    }
+
+
+def to_toml(settings: Settings | None = None) -> str:
+    """An annotated configuration file. Without settings it shows every default, commented out."""
+    lines = [
+        "# uvimg's settings. What is commented out is the default.",
+        "# An environment variable (UVIMG_PORT) wins over this file, a flag (--port) over both.",
+    ]
+    group = ""
+    for declaration in declarations():
+        if declaration.group != group:
+            group = declaration.group
+            lines += ["", f"# {group}", *([f"# {GROUP_NOTES[group]}"] if group in GROUP_NOTES else [])]
+        value = declaration.default if settings is None else getattr(settings, declaration.name)
+        comment = "# " if value == declaration.default else ""
+        lines += ["", f"# {declaration.help}", f"# Allowed: {declaration.allowed}."]
+        lines.append(f"{comment}{declaration.name} = {declaration.show(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def to_markdown() -> str:
+    """The table of settings in the README."""
+    lines = ["| setting | default | meaning |", "|---|---|---|"]
+    for declaration in declarations():
+        help_text = declaration.help.replace("|", "\\|")
+        lines.append(f"| `{declaration.name}` | `{declaration.show(declaration.default)}` | {help_text} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""Decisions: plain functions of plain values. No I/O, no clock, no asyncio, nothing of ours from outside."""

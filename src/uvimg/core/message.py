@@ -1,0 +1,83 @@
+"""Request and Response: what every front-end turns bytes into, and back.
+
+Header names are lower-case in a request, and a field that came several times is one value joined
+by ", " (RFC 9110 5.3), so a lookup sees all of it.
+"""
+
+from collections.abc import AsyncIterable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import BinaryIO
+from urllib.parse import unquote
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request. `target` is the raw request target, `path` its path decoded once, `query` still encoded.
+
+    `length` is the declared size of the body in bytes, 0 when there is none, None when it comes in chunks;
+    `body` is iterated at most once, and reads the socket as it is. `peer` is the address of the socket's
+    other end, which behind a proxy is the proxy's.
+    """
+
+    method: str
+    target: str
+    path: str
+    query: str
+    headers: Mapping[str, str]
+    peer: str
+    length: int | None
+    body: AsyncIterable[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """A stretch of an open file that somebody will send. Whoever holds it closes it."""
+
+    file: BinaryIO
+    start: int
+    size: int
+
+    def part(self, start: int, stop: int) -> "FilePart":
+        return FilePart(self.file, self.start + start, stop - start)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+Content = bytes | FilePart
+
+
+@dataclass(slots=True)
+class Response:
+    """One answer. The front-end adds Content-Length, Date and Server, sends no body to HEAD, and releases it."""
+
+    status: int
+    headers: dict[str, str] = field(default_factory=dict)
+    body: Content = b""
+
+    @property
+    def size(self) -> int:
+        return self.body.size if isinstance(self.body, FilePart) else len(self.body)
+
+    def release(self) -> None:
+        """Close what the body holds open; safe to call at any time."""
+        if isinstance(self.body, FilePart):
+            self.body.close()
+
+
+def split_target(target: str) -> tuple[str, str]:
+    """A request target in origin-form or absolute-form (RFC 9112 3.2) as (path decoded once, query still encoded)."""
+    if not target.startswith("/"):
+        _, scheme, rest = target.partition("://")
+        target = "/" + rest.partition("/")[2] if scheme else target
+    path, _, query = target.partition("?")
+    return unquote(path, errors="replace"), query.partition("#")[0]
+
+
+def fold_headers(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Header fields as they came, as one mapping with lower-case names and joined values."""
+    folded: dict[str, str] = {}
+    for name, value in pairs:
+        lower = name.lower()
+        folded[lower] = f"{folded[lower]}, {value}" if lower in folded else value
+    return folded

@@ -1,0 +1,305 @@
+"""Query + facts about the source → Plan: an ordered list of steps.
+
+Everything about a rendition is decided here; a worker only executes. The order is zimg's: upright by
+EXIF → crop or scale → rotate → gray → quality → format; metadata never comes along.
+Surprise: two queries that mean the same make equal plans, and `Plan.key` names the rendition, so each
+is made and kept once.
+"""
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+
+from uvimg.core.errors import BadParameter
+from uvimg.core.formats import Format, OutputFormat, parse_output_format
+from uvimg.core.route import Params
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """Facts about an original, read from its header once, at upload.
+
+    width and height in pixels as stored, before EXIF orientation (1..8); `quality` is 100 when unknown;
+    `managed` says that its colours are not plain sRGB or gray (ICC profile, CMYK, 16 bit …).
+    """
+
+    format: Format
+    width: int
+    height: int
+    frames: int = 1
+    orientation: int = 1
+    quality: int = 100
+    has_alpha: bool = False
+    gray: bool = False
+    managed: bool = False
+    progressive: bool = False
+
+    @property
+    def upright_size(self) -> tuple[int, int]:
+        """Width and height as people see it."""
+        return (self.height, self.width) if self.orientation >= 5 else (self.width, self.height)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the configuration says of renditions. Sizes in pixels, `background` as red, green, blue."""
+
+    quality: int = 75
+    format: OutputFormat | None = "jpeg"
+    background: tuple[int, int, int] = (255, 255, 255)
+    zoom_up: bool = True
+    max_side: int = 16_384
+    max_pixels: int = 50_000_000
+    max_frames: int = 100
+    webp_effort: int = 2
+    avif_effort: int = 1
+    gif_effort: int = 3
+    png_compression: int = 6
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Decode `frames` frames, turn them upright, bring them to sRGB (or gray), scaled to width × height."""
+
+    width: int
+    height: int
+    frames: int
+    scaled: bool
+    managed: bool
+    gray: bool
+
+
+class Crop(msgspec.Struct, frozen=True, tag=True):
+    left: int
+    top: int
+    width: int
+    height: int
+
+
+class Rotate(msgspec.Struct, frozen=True, tag=True):
+    """Turn clockwise by 1..359 degrees about the centre, onto a canvas of width × height."""
+
+    degrees: int
+    width: int
+    height: int
+    background: tuple[int, int, int]
+
+
+class Gray(msgspec.Struct, frozen=True, tag=True):
+    """To one channel (beside alpha)."""
+
+
+class Flatten(msgspec.Struct, frozen=True, tag=True):
+    """Lay a picture with alpha on this colour."""
+
+    background: tuple[int, int, int]
+
+
+class Encode(msgspec.Struct, frozen=True, tag=True):
+    """Write the format. With `max_bytes` > 0 the result should not be larger.
+
+    Then the original's own picture is taken where `or_original` allows it, and less quality elsewhere.
+    """
+
+    format: OutputFormat
+    quality: int
+    effort: int
+    max_bytes: int = 0
+    or_original: bool = False
+
+
+Step = Load | Crop | Rotate | Gray | Flatten | Encode
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """The steps from an original to a rendition, Load first, Encode last."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def format(self) -> OutputFormat:
+        last = self.steps[-1]
+        assert isinstance(last, Encode)
+        return last.format
+
+    @property
+    def key(self) -> str:
+        """The rendition's name among those of its original: at most 160 ASCII characters."""
+        return "-".join(_spell(step) for step in self.steps)
+
+
+def _spell(step: Step) -> str:
+    match step:
+        case Load():
+            return f"{step.width}x{step.height}" + (f"x{step.frames}" if step.frames > 1 else "")
+        case Crop():
+            return f"c{step.left}.{step.top}.{step.width}.{step.height}"
+        case Rotate():
+            return f"r{step.degrees}.{bytes(step.background).hex()}"
+        case Gray():
+            return "g"
+        case Flatten():
+            return f"b{bytes(step.background).hex()}"
+        case Encode():
+            return f"{step.format}{step.quality}.{step.effort}" + (".bare" if step.max_bytes else "")
+
+
+# The container's own limit: 14 bits.
+_WEBP_MAX_SIDE = 16_383
+
+
+def make_plan(params: Params, source: Source, size: int, rules: Rules) -> Plan:
+    """The plan for what `params` ask of a source of `size` bytes. BadParameter where they cannot be met."""
+    assert not params.original, "the original needs no plan"
+    load, crop = _place(params, source, rules)
+    width, height = (crop.width, crop.height) if crop else load
+    steps: list[Step] = []
+    if params.r:
+        width, height = _rotated_size(width, height, params.r)
+        steps.append(Rotate(params.r, width, height, rules.background))
+        _check_size((width, height), params, rules)
+    if params.g:
+        steps.append(Gray())
+    format = _choose_format(params, source, rules)
+    if format == "webp" and max(width, height) > _WEBP_MAX_SIDE:
+        raise BadParameter("f", f"f=webp holds at most {_WEBP_MAX_SIDE} pixels a side.")
+    if source.has_alpha and format == "jpeg":
+        steps.append(Flatten(rules.background))
+    steps.append(_encode(params, source, size, format, rules))
+    first: list[Step] = [
+        Load(
+            *load,
+            frames=_count_frames(source, format, load, rules),
+            scaled=load != source.upright_size,
+            managed=source.managed,
+            gray=source.gray,
+        )
+    ]
+    if crop and (crop.width, crop.height) != load:
+        first.append(crop)
+    return Plan((*first, *steps))
+
+
+def _place(params: Params, source: Source, rules: Rules) -> tuple[tuple[int, int], Crop | None]:
+    """To which size the whole image is scaled, and what is cut out of that."""
+    full = source.upright_size
+    w, h = params.w, params.h
+    if not rules.zoom_up:
+        top = (100, 100) if params.p == 3 else full
+        w, h = min(w, top[0]), min(h, top[1])
+    if params.x != -1 or params.y != -1:
+        left, top_edge = max(0, params.x), max(0, params.y)
+        for name, start, side in (("x", left, full[0]), ("y", top_edge, full[1])):
+            if start >= side:
+                raise BadParameter(name, f"{name} must be below {side}, where the image ends.")
+        if w or h:
+            room = full[0] - left, full[1] - top_edge
+            return full, Crop(left, top_edge, min(w or room[0], room[0]), min(h or room[1], room[1]))
+    if not w and not h:
+        return full, None
+    match params.p:
+        case 0:
+            if not w or not h:
+                raise BadParameter("h" if w else "w", "p=0 stretches to w and h, so it needs both.")
+            return _checked((w, h), params, rules), None
+        case 2:
+            width, height = min(w or full[0], full[0]), min(h or full[1], full[1])
+            return full, _centre(full, width, height)
+        case 3:
+            size = _round(full[0] * (w or h) / 100), _round(full[1] * (h or w) / 100)
+            return _checked(size, params, rules), None
+        case _:
+            scales = [side / whole for side, whole in ((w, full[0]), (h, full[1])) if side]
+            scale = max(scales) if params.p == 1 else min(scales)
+            scaled = _round(full[0] * scale), _round(full[1] * scale)
+            if params.p == 1 and w and h:
+                load = _checked((max(scaled[0], w), max(scaled[1], h)), params, rules)
+                return load, _centre(load, w, h)
+            # The side that was asked for is met to the pixel, whatever the division left over.
+            return _checked((_met(scaled[0], w), _met(scaled[1], h)), params, rules), None
+
+
+def _met(scaled: int, wanted: int) -> int:
+    return wanted if wanted and abs(scaled - wanted) <= 1 else scaled
+
+
+def _round(value: float) -> int:
+    return max(1, math.floor(value + 0.5))
+
+
+def _centre(full: tuple[int, int], width: int, height: int) -> Crop:
+    return Crop((full[0] - width) // 2, (full[1] - height) // 2, width, height)
+
+
+def _checked(size: tuple[int, int], params: Params, rules: Rules) -> tuple[int, int]:
+    _check_size(size, params, rules)
+    return size
+
+
+def _check_size(size: tuple[int, int], params: Params, rules: Rules) -> None:
+    """Refuse to make what is larger than the configuration allows, naming the parameter that asks for it."""
+    if max(size) <= rules.max_side and size[0] * size[1] <= rules.max_pixels:
+        return
+    asked = [name for name in ("w", "h") if getattr(params, name)]
+    name = "r" if not asked else "w" if len(asked) == 2 and size[0] >= size[1] else asked[-1]
+    raise BadParameter(
+        name,
+        f"{name} asks for {size[0]} × {size[1]} pixels; "
+        f"allowed are {rules.max_side} a side and {rules.max_pixels} in all.",
+    )
+
+
+def _rotated_size(width: int, height: int, degrees: int) -> tuple[int, int]:
+    """The canvas that holds a turned picture: ImageMagick's, hence zimg's, with a margin of a pixel or two."""
+    if degrees % 180 == 0:
+        return width, height
+    if degrees % 90 == 0:
+        return height, width
+    sine, cosine = abs(math.sin(math.radians(degrees))), abs(math.cos(math.radians(degrees)))
+    return (
+        _canvas(width, width * cosine + height * sine),
+        _canvas(height, width * sine + height * cosine),
+    )
+
+
+def _canvas(side: int, extent: float) -> int:
+    """From half a pixel outside the first edge, rounded down, to half a pixel outside the last, rounded up."""
+    first = math.floor((side - extent) / 2 - 0.5)
+    return math.ceil((side + extent) / 2 - first + 0.5)
+
+
+def _choose_format(params: Params, source: Source, rules: Rules) -> OutputFormat:
+    wanted = params.f or rules.format or "none"
+    if wanted != "none":
+        return wanted
+    # tiff and svg are not written: the nearest thing that a browser shows.
+    return parse_output_format(source.format) or ("png" if source.has_alpha else "jpeg")
+
+
+def _count_frames(source: Source, format: OutputFormat, load: tuple[int, int], rules: Rules) -> int:
+    """How many frames the rendition keeps: as many as the format, the limit and the pixels in all allow."""
+    if source.format not in ("gif", "webp") or format not in ("gif", "webp"):
+        return 1
+    return max(1, min(source.frames, rules.max_frames, rules.max_pixels // (load[0] * load[1])))
+
+
+def _encode(params: Params, source: Source, size: int, format: OutputFormat, rules: Rules) -> Encode:
+    """Formats without loss ignore quality, so that q makes no second rendition of the same bytes."""
+    quality = params.q or rules.quality
+    if source.format == "jpeg":
+        # More than the source had would only be bytes.
+        quality = min(quality, source.quality)
+    effort = {
+        "jpeg": 0,
+        "png": rules.png_compression,
+        "webp": rules.webp_effort,
+        "gif": rules.gif_effort,
+        "avif": rules.avif_effort,
+    }[format]
+    may_be_original = source.orientation == 1 and not source.managed
+    return Encode(
+        format,
+        0 if format in ("png", "gif") else quality,
+        effort,
+        size if params.bare else 0,
+        params.bare and may_be_original,
+    )

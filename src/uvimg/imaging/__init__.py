@@ -1,0 +1,86 @@
+"""What parent and child say to each other about image work.
+
+A frame is two 32-bit lengths (big-endian), a msgpack head of the first, bytes of the second. An original
+travels as those bytes or, when it is a file, as a descriptor beside the frame (SCM_RIGHTS), so that
+nobody copies it. The child answers every job with exactly one frame.
+"""
+
+import struct
+
+import msgspec
+
+from uvimg.core.formats import Format, OutputFormat
+from uvimg.core.plan import Plan, Source
+
+PREFIX = struct.Struct(">II")
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a header may declare, checked before anything is decoded. Pixels count over all frames."""
+
+    max_pixels: int = 75_000_000
+    max_side: int = 16_384
+    max_frames: int = 1_000
+    max_progressive_pixels: int = 40_000_000
+
+
+class Inspect(msgspec.Struct, frozen=True, tag=True):
+    """Read the facts, hold them against the limits, decode to the end. Answered by Inspected or Refused."""
+
+    format: Format
+    limits: Limits
+
+
+class Render(msgspec.Struct, frozen=True, tag=True):
+    """Carry out a plan. Answered by Rendered and its bytes, or Refused."""
+
+    format: Format
+    plan: Plan
+
+
+Job = Inspect | Render
+
+
+class Request(msgspec.Struct, frozen=True):
+    """The head of a frame to the child. `file_size` is set when a descriptor comes with it, which is then that long."""
+
+    job: Job
+    file_size: int = 0
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The child's first frame: what its libvips can do, and what confines it."""
+
+    libvips: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    confined_by: tuple[str, ...]
+
+
+class Inspected(msgspec.Struct, frozen=True, tag=True):
+    source: Source
+
+
+class Rendered(msgspec.Struct, frozen=True, tag=True):
+    """The frame's bytes are the rendition; with `as_original` there are none, the original is the rendition."""
+
+    format: Format | OutputFormat
+    width: int
+    height: int
+    as_original: bool = False
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The image cannot be worked on: `kind` chooses our error, `detail` is fit for the public."""
+
+    kind: str
+    detail: str
+
+
+Answer = Ready | Inspected | Rendered | Refused
+
+
+def encode_frame(head: msgspec.Struct, size: int) -> bytes:
+    """A frame's prefix and head; `size` bytes are to follow."""
+    data = msgspec.msgpack.encode(head)
+    return PREFIX.pack(len(data), size) + data

@@ -1,0 +1,372 @@
+"""The child that works on images: one job at a time, over the socket it was born with.
+
+Alone imports pyvips. It decides nothing: a plan says what to do, and whatever goes wrong is an answer or
+the end of this process, which the parent notices and replaces.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import msgspec
+
+# Landlock leaves libvips no place for its temporary files, so large images stay in (limited) memory.
+os.environ["VIPS_DISC_THRESHOLD"] = "100g"
+
+import pyvips
+
+from uvimg.core.formats import FORMATS, OUTPUT_FORMATS, Format, is_srgb_profile, jpeg_quality, keep_only_pixels
+from uvimg.core.plan import Crop, Encode, Flatten, Gray, Load, Plan, Rotate, Source, Step
+from uvimg.imaging import (
+    PREFIX,
+    Answer,
+    Inspect,
+    Inspected,
+    Job,
+    Limits,
+    Ready,
+    Refused,
+    Render,
+    Rendered,
+    Request,
+    encode_frame,
+)
+from uvimg.imaging.confine import confine, die_with_parent
+
+# pyvips has no types.
+Image: TypeAlias = Any
+
+_LOADERS: dict[Format, str] = {
+    "jpeg": "VipsForeignLoadJpeg",
+    "png": "VipsForeignLoadPng",
+    "webp": "VipsForeignLoadWebp",
+    "gif": "VipsForeignLoadNsgif",
+    "avif": "VipsForeignLoadHeif",
+    "tiff": "VipsForeignLoadTiff",
+    "svg": "VipsForeignLoadSvg",
+}
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What the parent says on the command line. `confine` is "auto", "require" or "off"."""
+
+    socket_fd: int
+    parent_pid: int
+    memory_bytes: int
+    sandbox: str
+    allowed: tuple[str, ...]
+
+
+def main() -> None:
+    settings = msgspec.json.decode(sys.argv[1].encode(), type=Settings)
+    die_with_parent(settings.parent_pid)
+    # Ctrl-C and a service manager's SIGTERM reach the whole group; the parent says when work is over.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    connection = socket.socket(fileno=settings.socket_fd)
+    _set_up_libvips(settings.allowed)
+    in_force: tuple[str, ...] = ()
+    if settings.sandbox != "off":
+        in_force = confine(settings.memory_bytes, landlock=True)
+    reads, writes = _try_out(settings.allowed)
+    version = ".".join(str(pyvips.version(part)) for part in range(3))
+    connection.sendall(encode_frame(Ready(version, reads, writes, in_force), 0))
+    while (received := _receive(connection)) is not None:
+        job, original = received
+        with original:
+            answer, body = _answer(job, original)
+        connection.sendall(encode_frame(answer, len(body)))
+        if body:
+            connection.sendall(body)
+
+
+class Original:
+    """The bytes of a job's image, in memory or in a file that somebody else holds too."""
+
+    def __init__(self, data: bytes, fd: int | None, size: int) -> None:
+        self._data, self._fd, self.size = data, fd, size
+
+    def source(self) -> Any:
+        """A new libvips source; each serves one load."""
+        if self._fd is None:
+            return pyvips.Source.new_from_memory(self._data)
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        return pyvips.Source.new_from_descriptor(self._fd)
+
+    def read(self, size: int) -> bytes:
+        """The first `size` bytes."""
+        return self._data[:size] if self._fd is None else os.pread(self._fd, size, 0)
+
+    def __enter__(self) -> "Original":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+
+
+def _receive(connection: socket.socket) -> tuple[Job, Original] | None:
+    """The next job, None when the parent has closed the socket."""
+    start, fds, _, _ = socket.recv_fds(connection, PREFIX.size, 1)
+    if not start:
+        return None
+    head_size, size = PREFIX.unpack(start + _receive_exactly(connection, PREFIX.size - len(start)))
+    request = msgspec.msgpack.decode(_receive_exactly(connection, head_size), type=Request)
+    data = _receive_exactly(connection, size)
+    return request.job, Original(data, fds[0] if fds else None, request.file_size if fds else size)
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
+    data = bytearray(size)
+    rest = memoryview(data)
+    while rest:
+        received = connection.recv_into(rest)
+        if not received:
+            raise SystemExit(0)
+        rest = rest[received:]
+    return bytes(data)
+
+
+def _answer(job: Job, original: Original) -> tuple[Answer, bytes]:
+    try:
+        match job:
+            case Inspect():
+                return _inspect(job.format, original, job.limits), b""
+            case Render():
+                return _render(job.format, job.plan, original)
+    except pyvips.Error as exc:
+        return Refused("undecodable", _first_line(exc)), b""
+    except MemoryError:
+        return Refused("memory", "The image needs more memory than a worker has."), b""
+    except Exception:
+        # Our own bug: the log says where, the parent answers 500, and this process starts anew.
+        traceback.print_exc()
+        raise SystemExit(1) from None
+
+
+def _first_line(exc: pyvips.Error) -> str:
+    """What the decoder said, without libvips' own 'unable to call'. It names functions and pixels, no paths."""
+    lines = [line.strip() for line in str(exc).splitlines()[1:] if line.strip()]
+    return (lines or ["the decoder gave no reason"])[0][:200]
+
+
+def _set_up_libvips(allowed: tuple[str, ...]) -> None:
+    pyvips.cache_set_max(0)
+    # One job has one core: the other cores have workers of their own.
+    pyvips.concurrency_set(1)
+    pyvips.operation_block_set("VipsForeignLoad", True)
+    for format in FORMATS:
+        if format in allowed:
+            pyvips.operation_block_set(_LOADERS[format], False)
+    if "svg" not in allowed:
+        pyvips.block_untrusted_set(True)
+
+
+def _try_out(allowed: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which formats this libvips reads and writes, found by doing it. It also loads what codecs load on first use."""
+    reads, writes = [], []
+    image = pyvips.Image.black(16, 16, bands=3).copy(interpretation="srgb")
+    samples: dict[str, bytes] = {"svg": b'<svg xmlns="http://www.w3.org/2000/svg" width="8" height="8"/>'}
+    for format in OUTPUT_FORMATS:
+        with contextlib.suppress(pyvips.Error):
+            samples[format] = _write(image, Encode(format, 75, 1 if format != "avif" else 0))
+            writes.append(format)
+    with contextlib.suppress(pyvips.Error):
+        samples["tiff"] = image.tiffsave_buffer()
+    for name in allowed:
+        with contextlib.suppress(pyvips.Error, KeyError):
+            pyvips.Image.thumbnail_buffer(samples[name], 8, output_profile="srgb").avg()
+            reads.append(name)
+    return tuple(reads), tuple(writes)
+
+
+def _inspect(format: Format, original: Original, limits: Limits) -> Inspected | Refused:
+    """The facts from the header, held against the limits; only then is anything decoded."""
+    # Not yet all frames: counting what a GIF declares is cheap, laying them out is not.
+    image = pyvips.Image.new_from_source(original.source(), "", access="sequential")
+    fields = set(image.get_fields())
+    width, height = image.width, image.get("page-height") if "page-height" in fields else image.height
+    frames = image.get("n-pages") if format in ("gif", "webp") and "n-pages" in fields else 1
+    progressive = "interlaced" in fields or ("jpeg-multiscan" in fields and image.get("jpeg-multiscan") == 1)
+    if refused := _check_limits(width, height, frames, progressive, limits):
+        return refused
+    if not 1 <= image.bands <= 5:
+        return Refused("undecodable", f"it has {image.bands} channels")
+    # A lossy header is no proof: decode all of it, strictly. JPEG at an eighth still reads every byte.
+    options = {"shrink": 8} if format == "jpeg" else {"n": -1} if frames > 1 else {}
+    pyvips.Image.new_from_source(original.source(), "", access="sequential", fail_on="error", **options).avg()
+    icc = image.get("icc-profile-data") if "icc-profile-data" in fields else b""
+    gray = image.interpretation in ("b-w", "grey16") and image.bands <= 2
+    plain = (gray or image.interpretation == "srgb") and image.format == "uchar" and (not icc or is_srgb_profile(icc))
+    # The container of HEIF and AVIF has turned the picture already; its EXIF value is a leftover.
+    turned = image.get("orientation") if "orientation" in fields and format != "avif" else 1
+    return Inspected(
+        Source(
+            format,
+            width,
+            height,
+            frames,
+            turned if 1 <= turned <= 8 else 1,
+            # Quantization tables stand before the picture, behind at most a few segments of metadata.
+            jpeg_quality(original.read(1 << 20)) if format == "jpeg" else 100,
+            bool(image.hasalpha()),
+            gray,
+            not plain,
+            progressive,
+        )
+    )
+
+
+def _check_limits(width: int, height: int, frames: int, progressive: bool, limits: Limits) -> Refused | None:
+    size = f"{width} × {height} pixels" + (f" in {frames} frames" if frames > 1 else "")
+    if max(width, height) > limits.max_side:
+        return Refused("limits", f"The image declares {size}; allowed are {limits.max_side} a side.")
+    if frames > limits.max_frames:
+        return Refused("limits", f"The image declares {size}; allowed are {limits.max_frames} frames.")
+    if width * height * frames > limits.max_pixels:
+        return Refused("limits", f"The image declares {size}; allowed are {limits.max_pixels} pixels in all.")
+    if progressive and width * height > limits.max_progressive_pixels:
+        allowed = f"allowed are {limits.max_progressive_pixels} pixels when progressive or interlaced"
+        return Refused("limits", f"The image declares {size}; {allowed}.")
+    return None
+
+
+def _render(format: Format, plan: Plan, original: Original) -> tuple[Rendered, bytes]:
+    load, *rest, encode = plan.steps
+    assert isinstance(load, Load)
+    assert isinstance(encode, Encode)
+    frames = list(_load(load, original))
+    for step in rest:
+        frames = [_execute(step, frame) for frame in frames]
+    image = frames[0] if len(frames) == 1 else _join(frames)
+    width, height = frames[0].width, frames[0].height
+    if not encode.max_bytes:
+        return Rendered(encode.format, width, height), _write(image, encode)
+    image = image.copy_memory()
+    body = _write(image, encode)
+    if len(body) > encode.max_bytes and encode.or_original:
+        data = original.read(original.size)
+        kept = keep_only_pixels(data, format)
+        if kept is not None:
+            as_original = kept == data
+            return Rendered(format, width, height, as_original), b"" if as_original else kept
+    while len(body) > encode.max_bytes and encode.quality > 20:
+        encode = msgspec.structs.replace(encode, quality=encode.quality - 15)
+        body = _write(image, encode)
+    return Rendered(encode.format, width, height), body
+
+
+def _load(load: Load, original: Original) -> Iterator[Image]:
+    """The frames, upright, 8 bits a channel, in sRGB or gray, at the plan's size."""
+    colours = {"output_profile": "srgb"} if load.managed else {}
+    if load.frames == 1:
+        # thumbnail also turns upright, converts colours and premultiplies alpha, so it serves at any size.
+        image = pyvips.Image.thumbnail_source(
+            original.source(), load.width, height=load.height, size="force", **colours
+        )
+        yield _to_8_bit(image, load.gray)
+        return
+    strip = pyvips.Image.new_from_source(original.source(), "", n=load.frames)
+    height = strip.get("page-height")
+    for index in range(strip.height // height):
+        # Frame by frame: scaled as one strip, neighbours would bleed into each other's edges.
+        frame = strip.crop(0, index * height, strip.width, height)
+        frame.set_type(pyvips.GValue.gint_type, "page-height", height)
+        frame = frame.thumbnail_image(load.width, height=load.height, size="force", **colours)
+        yield _to_8_bit(frame, load.gray)
+
+
+def _to_8_bit(image: Image, gray: bool) -> Image:
+    wanted = "b-w" if gray else "srgb"
+    if image.interpretation != wanted or image.format != "uchar":
+        image = image.colourspace(wanted)
+    return image
+
+
+def _execute(step: Step, image: Image) -> Image:
+    match step:
+        case Crop():
+            return image.crop(step.left, step.top, step.width, step.height)
+        case Gray():
+            return image.colourspace("b-w")
+        case Flatten():
+            return image.flatten(background=_colour(step.background, image)) if image.hasalpha() else image
+        case Rotate():
+            return _rotate(step, image)
+        case _:
+            raise AssertionError(f"not a step in the middle of a plan: {step}")
+
+
+def _rotate(step: Rotate, image: Image) -> Image:
+    if step.degrees % 90 == 0:
+        # A turn needs lines in another order than a sequential load gives them.
+        return image.copy_memory().rot(f"d{step.degrees}")
+    image = image.copy_memory()
+    background = _colour(step.background, image)
+    if image.hasalpha():
+        background = [*background, 255]
+    cosine, sine = _direction(step.degrees)
+    centre_x, centre_y = (image.width - 1) / 2, (image.height - 1) / 2
+    left, top = (step.width - 1) / 2, (step.height - 1) / 2
+    return image.affine(
+        [cosine, -sine, sine, cosine],
+        interpolate=pyvips.Interpolate.new("bicubic"),
+        # Output pixel (0, 0) is the canvas' corner, with the picture's centre in the middle.
+        idx=-centre_x,
+        idy=-centre_y,
+        odx=left,
+        ody=top,
+        oarea=[0, 0, step.width, step.height],
+        background=background,
+        extend="background",
+    )
+
+
+def _direction(degrees: int) -> tuple[float, float]:
+    return math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+
+
+def _colour(background: tuple[int, int, int], image: Image) -> list[float]:
+    """A colour for this image's channels; gray takes its luminance (ITU-R BT.709)."""
+    if image.bands >= 3:
+        return [float(value) for value in background]
+    red, green, blue = background
+    return [0.2126 * red + 0.7152 * green + 0.0722 * blue]
+
+
+def _join(frames: list[Image]) -> Image:
+    """Frames as the tall strip that libvips' savers take."""
+    strip = pyvips.Image.arrayjoin(frames, across=1).copy()
+    strip.set_type(pyvips.GValue.gint_type, "page-height", frames[0].height)
+    strip.set_type(pyvips.GValue.gint_type, "n-pages", len(frames))
+    if "delay" in strip.get_fields():
+        strip.set_type(pyvips.GValue.array_int_type, "delay", strip.get("delay")[: len(frames)])
+    return strip
+
+
+def _write(image: Image, encode: Encode) -> bytes:
+    """The bytes of a rendition. No metadata comes along."""
+    match encode.format:
+        case "jpeg":
+            written = image.jpegsave_buffer(Q=encode.quality, optimize_coding=True, keep="none")
+        case "png":
+            written = image.pngsave_buffer(compression=encode.effort, keep="none")
+        case "webp":
+            written = image.webpsave_buffer(Q=encode.quality, effort=encode.effort, keep="none")
+        case "gif":
+            written = image.gifsave_buffer(effort=encode.effort, keep="none")
+        case "avif":
+            written = image.heifsave_buffer(
+                Q=encode.quality, effort=encode.effort, compression="av1", bitdepth=8, keep="none"
+            )
+    return bytes(written)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,552 @@
+"""The embedded store: LMDB for names and small blobs, files for large ones.
+
+Several processes may use one folder at once. Every change goes through one thread of each process, which
+commits what arrived together in one LMDB transaction: one fsync for many writes. LMDB's writer lock is
+shared between processes, so it guards the files too: a blob's file is moved into place or removed only
+while it is held.
+Surprise: a file whose last name goes is removed in a second transaction. Removed in the first, a commit
+that then failed would leave a name without its bytes.
+
+    DIR/format           which layout this is, written last
+    DIR/names/           LMDB: names, small (blobs), uses (how many names point at a blob, and its size)
+    DIR/blobs/ab/ab…     files of large blobs, by address
+    DIR/blobs/incoming/  uploads on their way; locked by the process that writes them
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import queue
+import secrets
+import struct
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import msgspec
+
+from uvimg.core.address import Digest, blob_path, original_of, parse_blob_path
+from uvimg.core.errors import Overloaded, StoreDown, StoreFull, UvimgError
+from uvimg.core.message import Content, FilePart
+from uvimg.store import MAX_NAME_BYTES, SMALL_BLOB_BYTES, Finding, Incoming, Record
+
+log = logging.getLogger("uvimg.store")
+
+_LAYOUT = b"uvimg store 1\n"
+# Address space, not disk: the file grows as it fills.
+_MAP_BYTES = 1 << 40
+_MAX_BATCH = 1000
+_MAX_QUEUE = 20_000
+# Hashing and writing this much takes half a millisecond: worth waking a thread for.
+_WRITE_BYTES = 262_144
+# Names or blobs looked at in one read transaction: a long one keeps LMDB from reusing pages.
+_STEP = 1000
+# A younger file may belong to a process that has not locked it yet.
+_ORPHAN_AGE_S = 60
+
+_USES = struct.Struct(">QQ")
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Record).decode
+
+
+class LocalStore:
+    """A store in a folder. StoreDown when it cannot be opened."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        try:
+            _make_folders(self._path)
+            self._env = lmdb.open(
+                str(self._path / "names"), map_size=_MAP_BYTES, max_dbs=3, max_readers=1024, readahead=False
+            )
+            self._names, self._small, self._uses = (self._env.open_db(key) for key in (b"names", b"small", b"uses"))
+            # Slots of readers that were killed would keep old pages alive.
+            self._env.reader_check()
+        except (OSError, lmdb.Error) as exc:
+            raise StoreDown(f"The store in {path} cannot be opened: {exc}.") from exc
+        self.near = _Near(self._env, self._names, self._small, self._path)
+        self._threads = concurrent.futures.ThreadPoolExecutor(8, "uvimg-store")
+        self._writer = _Writer(self._env, self._remove_unused)
+
+    def incoming(self, watch: Callable[[bytes], object] | None = None) -> "LocalIncoming":
+        return LocalIncoming(self._path / "blobs", self._threads, self._drop, watch)
+
+    async def record(self, name: bytes) -> Record | None:
+        return self.near.record(name)
+
+    async def get(self, digest: Digest) -> Content | None:
+        return self.near.get(digest)
+
+    async def bind(
+        self, name: bytes, record: Record, blob: Incoming | None = None, *, replace: bool = True
+    ) -> Record | None:
+        assert 0 < len(name) <= MAX_NAME_BYTES
+        assert blob is None or isinstance(blob, LocalIncoming)
+
+        def change(txn: lmdb.Transaction, batch: _Batch) -> Record | None:
+            return self._bind(txn, batch, name, record, blob, replace)
+
+        bound: Record | None = await self._writer.submit(change)
+        if blob is not None and bound is not None and bound.digest == record.digest:
+            blob.named = True
+        return bound
+
+    async def unbind(self, name: bytes) -> Record | None:
+        def change(txn: lmdb.Transaction, batch: _Batch) -> Record | None:
+            data = txn.pop(name, db=self._names)
+            if data is None:
+                return None
+            record = _decode(data)
+            self._count(txn, batch, record, -1)
+            return record
+
+        taken: Record | None = await self._writer.submit(change)
+        return taken
+
+    async def scan(self, prefix: bytes, after: bytes = b"", limit: int = 1000) -> list[tuple[bytes, Record]]:
+        found = self._page(self._names, max(prefix, after), limit + 1)
+        return [(name, _decode(data)) for name, data in found if name > after and name.startswith(prefix)][:limit]
+
+    async def size(self) -> int:
+        with _translated(), self._env.begin() as txn:
+            return int(txn.stat(self._uses)["entries"])
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._writer.stop)
+        self._threads.shutdown()
+        self._env.close()
+
+    # Changes, made by the writer's thread inside its transaction
+
+    def _bind(
+        self,
+        txn: lmdb.Transaction,
+        batch: "_Batch",
+        name: bytes,
+        record: Record,
+        blob: "LocalIncoming | None",
+        replace: bool,
+    ) -> Record | None:
+        data = txn.get(name, db=self._names)
+        old = None if data is None else _decode(data)
+        if blob is None and not self._uses_of(txn, record.digest)[0]:
+            return old if old is not None and not replace else None
+        if blob is not None and (replace or old is None or old.digest == record.digest):
+            # Also over a blob that is there already: it may have been damaged since.
+            self._place(txn, batch, record.digest, blob)
+        if old is not None and not replace:
+            return old
+        self._count(txn, batch, record, +1)
+        if old is not None:
+            self._count(txn, batch, old, -1)
+        txn.put(name, _encode(record), db=self._names)
+        return record
+
+    def _place(self, txn: lmdb.Transaction, batch: "_Batch", digest: Digest, blob: "LocalIncoming") -> None:
+        if blob.file is None:
+            txn.put(digest, blob.data, db=self._small)
+        elif not blob.placed:
+            target = self._path / "blobs" / blob_path(digest)
+            os.rename(blob.path, target)
+            blob.placed = True
+            batch.folders.add(target.parent)
+
+    def _uses_of(self, txn: lmdb.Transaction, digest: Digest) -> tuple[int, int]:
+        """How many names point at a blob, and its size."""
+        data = txn.get(digest, db=self._uses)
+        count, size = (0, 0) if data is None else _USES.unpack(data)
+        return count, size
+
+    def _count(self, txn: lmdb.Transaction, batch: "_Batch", record: Record, change: int) -> None:
+        count = self._uses_of(txn, record.digest)[0] + change
+        assert count >= 0, f"more names were taken from {record.digest.hex()} than it had"
+        if count == 0 and record.size <= SMALL_BLOB_BYTES:
+            txn.delete(record.digest, db=self._small)
+            txn.delete(record.digest, db=self._uses)
+            return
+        txn.put(record.digest, _USES.pack(count, record.size), db=self._uses)
+        if count == 0:
+            batch.unused.append(record.digest)
+
+    def _remove_unused(self, txn: lmdb.Transaction, digest: Digest) -> bool:
+        """Remove a large blob that no name points at, under the writer's lock. Whether it was so."""
+        if self._uses_of(txn, digest)[0]:
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path / "blobs" / blob_path(digest))
+        txn.delete(digest, db=self._uses)
+        return True
+
+    def _drop(self, digest: Digest) -> None:
+        """Look again, later, whether anybody names a blob whose upload was given up."""
+        self._writer.submit_unheard(lambda txn, batch: self._remove_unused(txn, digest))
+
+    # Long walks, a step at a time
+
+    def _page(self, db: Any, start: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        """Up to `limit` entries from `start` on."""
+        with _translated(), self._env.begin(db=db) as txn, txn.cursor() as cursor:
+            found: list[tuple[bytes, bytes]] = []
+            if cursor.set_range(start):
+                for entry in cursor:
+                    found.append(entry)
+                    if len(found) == limit:
+                        break
+            return found
+
+    def _walk(self, db: Any, prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        """Every entry with this prefix, in steps that hold no transaction between them."""
+        start = prefix
+        while page := self._page(db, start, _STEP):
+            for key, value in page:
+                if not key.startswith(prefix):
+                    return
+                yield key, value
+            start = page[-1][0] + b"\0"
+
+    async def scrub(self) -> AsyncIterator[Finding]:
+        for digest, uses in self._walk(self._uses):
+            if _USES.unpack(uses)[0]:
+                trouble = await asyncio.to_thread(self._examine, digest)
+                yield Finding(digest.hex(), trouble)
+        for name, data in self._walk(self._names):
+            with _translated(), self._env.begin() as txn:
+                named = self._uses_of(txn, _decode(data).digest)[0] or txn.get(name, db=self._names) != data
+            if not named:
+                yield Finding(name.decode(errors="backslashreplace"), "it names a blob that is not there")
+
+    def _examine(self, digest: Digest) -> str:
+        """What is wrong with a blob's bytes, "" for nothing."""
+        try:
+            content = self.near.get(digest)
+            if content is None:
+                with _translated(), self._env.begin() as txn:
+                    return "its bytes are missing" if self._uses_of(txn, digest)[0] else ""
+            if isinstance(content, bytes):
+                found = hashlib.sha256(content).digest()
+            else:
+                with content.file as file:
+                    found = hashlib.file_digest(file, "sha256").digest()  # type: ignore[arg-type]
+        except (OSError, StoreDown) as exc:
+            return f"its bytes cannot be read: {exc}"
+        return "" if found == digest else "its bytes are not those of its address"
+
+    async def collect(self, *, dry_run: bool = False) -> AsyncIterator[Finding]:
+        for name, _ in self._walk(self._names, b"renditions/"):
+            if self.near.record(original_of(name)) is None:
+                if not dry_run:
+                    await self.unbind(name)
+                yield Finding(name.decode(), "a rendition of an image that is gone")
+        for path in self._files():
+            digest = parse_blob_path(path)
+            if digest is None:
+                continue
+            with _translated(), self._env.begin() as txn:
+                unused = not self._uses_of(txn, digest)[0]
+            if unused and (dry_run or await self._writer.submit(self._unused_remover(digest))):
+                yield Finding(digest.hex(), "a blob that nobody names")
+        for digest, uses in self._walk(self._uses):
+            if not _USES.unpack(uses)[0] and not dry_run:
+                await self._writer.submit(self._unused_remover(digest))
+        for path in await asyncio.to_thread(_remove_orphans, self._path / "blobs" / "incoming", dry_run):
+            yield Finding(path, "the remains of an interrupted upload")
+
+    def _unused_remover(self, digest: Digest) -> "Callable[[lmdb.Transaction, _Batch], bool]":
+        return lambda txn, batch: self._remove_unused(txn, digest)
+
+    def _files(self) -> Iterator[str]:
+        """The files of large blobs, as `blob_path` spells them."""
+        for folder in _blob_folders():
+            with os.scandir(self._path / "blobs" / folder) as entries:
+                yield from (f"{folder}/{entry.name}" for entry in entries)
+
+
+class _Near:
+    """Reads that wait for nothing but the page cache."""
+
+    def __init__(self, env: lmdb.Environment, names: Any, small: Any, path: Path) -> None:
+        self._begin, self._names, self._small = env.begin, names, small
+        self._blobs = f"{path}/blobs/"
+
+    def record(self, name: bytes) -> Record | None:
+        try:
+            with self._begin(db=self._names) as txn:
+                data = txn.get(name)
+        except lmdb.Error as exc:
+            raise _translate(exc) from exc
+        return None if data is None else _decode(data)
+
+    def get(self, digest: Digest) -> Content | None:
+        try:
+            with self._begin(db=self._small) as txn:
+                data = txn.get(digest)
+            if data is not None:
+                return bytes(data)
+            file = open(self._blobs + blob_path(digest), "rb", buffering=0)  # noqa: SIM115 - the caller closes it
+            return FilePart(file, 0, os.fstat(file.fileno()).st_size)
+        except FileNotFoundError:
+            return None
+        except (OSError, lmdb.Error) as exc:
+            raise _translate(exc) from exc
+
+
+class LocalIncoming:
+    """An upload: small ones stay in memory, larger ones go to a locked temporary file as they come."""
+
+    def __init__(
+        self,
+        blobs: Path,
+        threads: concurrent.futures.Executor,
+        drop: Callable[[Digest], None],
+        watch: Callable[[bytes], object] | None,
+    ) -> None:
+        self.size = 0
+        self.data = b""
+        self.file: int | None = None
+        self.path = blobs / "incoming" / secrets.token_hex(16)
+        self.placed = self.named = False
+        self._threads, self._drop, self._watch = threads, drop, watch
+        self._pieces: list[bytes] = []
+        self._held = 0
+        self._sha256 = hashlib.sha256()
+        self._working: concurrent.futures.Future[None] | None = None
+
+    async def write(self, data: bytes) -> None:
+        self.size += len(data)
+        self._held += len(data)
+        self._pieces.append(data)
+        if self._held >= _WRITE_BYTES:
+            await self._in_thread(self._flush)
+
+    async def finish(self) -> Digest:
+        if self.size <= SMALL_BLOB_BYTES:
+            self.data = b"".join(self._pieces)
+            self._digest(self.data)
+        else:
+            await self._in_thread(self._flush_and_sync)
+        return self._sha256.digest()
+
+    def content(self) -> Content:
+        if self.file is None:
+            return self.data
+        return FilePart(open(self.path, "rb", buffering=0), 0, self.size)
+
+    async def __aenter__(self) -> "LocalIncoming":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.file is not None:
+            await self._in_thread(self._close)
+            if self.placed and not self.named:
+                self._drop(self._sha256.digest())
+
+    async def _in_thread(self, work: Callable[[], None]) -> None:
+        """One piece of work after the other, also when the one before was not waited for to its end."""
+        before = self._working
+
+        def in_turn() -> None:
+            if before is not None:
+                concurrent.futures.wait([before])
+            work()
+
+        self._working = self._threads.submit(in_turn)
+        await asyncio.wrap_future(self._working)
+
+    def _digest(self, data: bytes) -> None:
+        self._sha256.update(data)
+        if self._watch is not None:
+            self._watch(data)
+
+    def _flush(self) -> None:
+        data = b"".join(self._pieces)
+        self._pieces, self._held = [], 0
+        try:
+            if self.file is None:
+                self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                # gc leaves alone what is locked; the lock goes with this process, however it ends.
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(self.file, rest) :]
+        except OSError as exc:
+            raise _translate(exc) from exc
+        self._digest(data)
+
+    def _flush_and_sync(self) -> None:
+        self._flush()
+        assert self.file is not None
+        try:
+            os.fsync(self.file)
+        except OSError as exc:
+            raise _translate(exc) from exc
+
+    def _close(self) -> None:
+        assert self.file is not None
+        if not self.placed:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+        os.close(self.file)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What the changes of one transaction ask for beside it."""
+
+    folders: set[Path] = field(default_factory=set)
+    unused: list[Digest] = field(default_factory=list)
+
+
+_Change = Callable[[lmdb.Transaction, _Batch], Any]
+_Job = tuple[_Change, "asyncio.Future[Any] | None"]
+
+
+class _Writer:
+    """The one thread that changes the store. Whoever submits a change hears of it when it is on the disk."""
+
+    def __init__(self, env: lmdb.Environment, remove_unused: Callable[[lmdb.Transaction, Digest], bool]) -> None:
+        self._env, self._remove_unused = env, remove_unused
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="uvimg-store-writer", daemon=True)
+        self._thread.start()
+
+    async def submit(self, change: _Change) -> Any:
+        """What `change` returns, once it is committed. Its errors are StoreDown and StoreFull."""
+        if self._queue.qsize() >= _MAX_QUEUE:
+            raise Overloaded()
+        future = asyncio.get_running_loop().create_future()
+        self._queue.put((change, future))
+        return await future
+
+    def submit_unheard(self, change: _Change) -> None:
+        self._queue.put((change, None))
+
+    def stop(self) -> None:
+        """Do what was submitted, then end."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _remover(self, digest: Digest) -> _Change:
+        return lambda txn, _: self._remove_unused(txn, digest)
+
+    def _run(self) -> None:
+        going_on = True
+        while going_on:
+            jobs: list[_Job] = []
+            while not jobs or (len(jobs) < _MAX_BATCH and not self._queue.empty()):
+                job = self._queue.get()
+                if job is None:
+                    going_on = False
+                    break
+                jobs.append(job)
+            if jobs:
+                self._commit(jobs)
+
+    def _commit(self, jobs: list[_Job]) -> None:
+        batch = _Batch()
+        outcomes: list[Any]
+        try:
+            with self._env.begin(write=True) as txn:
+                outcomes = [change(txn, batch) for change, _ in jobs]
+                for folder in batch.folders:
+                    _sync_folder(folder)
+        except (lmdb.Error, OSError) as exc:
+            failure = _translate(exc)
+            log.error("%d writes failed: %s", len(jobs), exc)
+            outcomes = [failure] * len(jobs)
+        except Exception as exc:
+            # Our own bug fails these writes, not this thread and with it all that follow.
+            log.exception("%d writes failed", len(jobs))
+            outcomes = [exc] * len(jobs)
+        else:
+            for digest in batch.unused:
+                self.submit_unheard(self._remover(digest))
+        heard = [(future, outcome) for (_, future), outcome in zip(jobs, outcomes, strict=True) if future is not None]
+        for loop in {future.get_loop() for future, _ in heard}:
+            mine = [(future, outcome) for future, outcome in heard if future.get_loop() is loop]
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody listens
+                loop.call_soon_threadsafe(_tell, mine)
+
+
+def _tell(heard: "list[tuple[asyncio.Future[Any], Any]]") -> None:
+    for future, outcome in heard:
+        if future.done():
+            continue
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+
+def _blob_folders() -> Iterator[str]:
+    return (f"{number:02x}" for number in range(256))
+
+
+def _make_folders(path: Path) -> None:
+    """Lay out a new store, or check that this is one we know."""
+    layout = path / "format"
+    try:
+        known = layout.read_bytes()
+    except FileNotFoundError:
+        pass
+    else:
+        if known != _LAYOUT:
+            raise OSError(f"{layout} says {known[:40]!r}, and this version knows {_LAYOUT!r} alone")
+        return
+    for folder in (path / "names", path / "blobs" / "incoming", *(path / "blobs" / name for name in _blob_folders())):
+        folder.mkdir(parents=True, exist_ok=True)
+    draft = path / f"format.{secrets.token_hex(8)}"
+    with open(draft, "xb") as file:
+        file.write(_LAYOUT)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(draft, layout)
+    for folder in (path / "blobs", path, path.absolute().parent):
+        _sync_folder(folder)
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove_orphans(incoming: Path, dry_run: bool) -> list[str]:
+    """Remove temporary files that no living process holds; their names."""
+    removed: list[str] = []
+    for path in sorted(incoming.iterdir()):
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), open(path, "rb") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime < _ORPHAN_AGE_S:
+                continue
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not dry_run:
+                path.unlink()
+            removed.append(path.name)
+    return removed
+
+
+def _translate(exc: Exception) -> UvimgError:
+    """Our error for one of LMDB's or the operating system's."""
+    number = exc.errno if isinstance(exc, OSError) else None
+    no_room = number in (errno.ENOSPC, errno.EDQUOT) or (
+        isinstance(exc, lmdb.Error) and (isinstance(exc, lmdb.MapFullError) or os.strerror(errno.ENOSPC) in str(exc))
+    )
+    return StoreFull() if no_room else StoreDown()
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except lmdb.Error as exc:
+        raise _translate(exc) from exc

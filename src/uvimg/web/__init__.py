@@ -1,0 +1,1 @@
+"""Front-ends: bytes on a socket ↔ Request and Response. They translate, no more."""

@@ -1,0 +1,1 @@
+"""The pages for people: package data beside this file."""

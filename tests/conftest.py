@@ -1,0 +1,105 @@
+"""A real server for the tests: a process of its own on a free port, spoken to through its socket."""
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pyvips
+import requests
+
+from bench import corpus
+
+
+class Server:
+    """`uvimg serve` with these settings. Usable when made; `log` is what it wrote to stderr so far."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.store = folder / "data"
+        self._log = folder / "log"
+        settings = {"port": 0, "store": f"local:{self.store}", "workers": 2, **settings}
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "uvimg", "serve", *flags],
+            stdout=subprocess.PIPE,
+            stderr=self._log.open("ab"),
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.ready_line = self.process.stdout.readline()
+        found = re.search(r"http://[^/]*:(\d+)/", self.ready_line)
+        if found is None:
+            self.process.wait(10)
+            raise AssertionError(f"the server did not start: {self.log}")
+        self.port = int(found[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.http = requests.Session()
+        self.http.trust_env = False
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def upload(self, data: bytes) -> str:
+        """Upload an image the way zimg's clients do; its md5."""
+        answer = self.http.post(f"{self.url}/upload", data=data, headers={"Content-Type": "jpeg"}).json()
+        assert answer["ret"], answer
+        return str(answer["info"]["md5"])
+
+    def get(self, path: str, **options: Any) -> requests.Response:
+        return self.http.get(self.url + path, **options)
+
+    def image(self, path: str) -> Any:
+        """The decoded image behind a path, all frames of it."""
+        answer = self.get(path)
+        assert answer.status_code == 200, (answer.status_code, answer.text)
+        return decode(answer.content)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(40)
+
+    def kill(self) -> None:
+        """SIGKILL, if it still runs."""
+        self.process.kill()
+        self.process.wait()
+
+
+def decode(data: bytes) -> Any:
+    """An image from its bytes, animations as a tall strip."""
+    try:
+        return pyvips.Image.new_from_buffer(data, "", n=-1)
+    except pyvips.Error:
+        return pyvips.Image.new_from_buffer(data, "")
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server with the default settings for all tests that leave it as they found it."""
+    running = Server(tmp_path_factory.mktemp("server"))
+    yield running
+    running.kill()
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Starts servers of the test's own; several share one store unless told otherwise."""
+    started: list[Server] = []
+
+    def start(**settings: Any) -> Server:
+        started.append(Server(tmp_path, **settings))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.kill()
+
+
+@pytest.fixture(scope="session")
+def zimg_photo() -> bytes:
+    return corpus.zimg_photo()
