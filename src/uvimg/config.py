@@ -60,9 +60,10 @@ class Declaration:
                 if self.kind is int
                 else "a number"
             )
+            low = self.show(self.low).strip('"')
             if self.high is not None:
-                return f"{number} from {self.show(self.low)} to {self.show(self.high)}"
-            return number if self.low is None else f"{number} of at least {self.show(self.low)}"
+                return f"{number} from {low} to {self.show(self.high)}"
+            return number if self.low is None else f"{number} of at least {low}"
         return "a list of texts" if get_origin(self.kind) is tuple else "a text"
 
     def show(self, value: Any) -> str:

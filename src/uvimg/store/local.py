@@ -459,7 +459,8 @@ class _Writer:
                 for folder in batch.folders:
                     _sync_folder(folder)
         except (lmdb.Error, OSError) as exc:
-            failure = _translate(exc)
+            # LMDB calls a write that was cut short by a full disk an input/output error.
+            failure = StoreFull() if _is_full(self._env.path()) else _translate(exc)
             log.error("%d writes failed: %s", len(jobs), exc)
             outcomes = [failure] * len(jobs)
         except Exception as exc:
@@ -533,6 +534,12 @@ def _remove_orphans(incoming: Path, dry_run: bool) -> list[str]:
                 path.unlink()
             removed.append(path.name)
     return removed
+
+
+def _is_full(path: str) -> bool:
+    """Whether a file system has less room than the largest write of a commit may need."""
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize < (1 << 20)
 
 
 def _translate(exc: Exception) -> UvimgError:

@@ -1,0 +1,229 @@
+"""One contract, every backend."""
+
+import asyncio
+import hashlib
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from uvimg.core.message import Content, FilePart
+from uvimg.store import SMALL_BLOB_BYTES, Record, Store, open_store
+
+SIZES = [1, 1000, SMALL_BLOB_BYTES, SMALL_BLOB_BYTES + 1, 1_500_000]
+
+
+@pytest.fixture(params=["local", "memory"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+    opened = open_store(f"local:{tmp_path}/data" if request.param == "local" else "memory:")
+    yield opened
+    await opened.close()
+
+
+def make_bytes(size: int, seed: int = 0) -> bytes:
+    return random.Random(f"{size} {seed}").randbytes(size)
+
+
+def make_record(data: bytes, facts: bytes = b"") -> Record:
+    return Record(hashlib.sha256(data).digest(), len(data), "image/jpeg", 1_800_000_000, facts)
+
+
+async def put(store: Store, name: bytes, data: bytes, *, replace: bool = True, facts: bytes = b"") -> Record | None:
+    async with store.incoming() as incoming:
+        for start in range(0, len(data), 70_000):
+            await incoming.write(data[start : start + 70_000])
+        assert await incoming.finish() == hashlib.sha256(data).digest()
+        return await store.bind(name, make_record(data, facts), incoming, replace=replace)
+
+
+async def get(store: Store, data: bytes) -> bytes | None:
+    """The blob with the digest of `data`, read the slow way and, where there is one, the fast way."""
+    digest = hashlib.sha256(data).digest()
+    found = _read(await store.get(digest))
+    if store.near is not None:
+        assert _read(store.near.get(digest)) == found
+    return found
+
+
+def _read(content: Content | None) -> bytes | None:
+    if isinstance(content, FilePart):
+        with content.file as file:
+            file.seek(content.start)
+            data = file.read(content.size)
+            assert isinstance(data, bytes)
+            return data
+    return content
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_what_was_put_in_comes_back(store: Store, size: int) -> None:
+    data = make_bytes(size)
+    record = await put(store, b"images/a", data, facts=b"facts")
+    assert record == make_record(data, b"facts")
+    assert await store.record(b"images/a") == record
+    assert await get(store, data) == data
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_equal_bytes_are_kept_once_until_their_last_name_goes(store: Store, size: int) -> None:
+    data = make_bytes(size)
+    await put(store, b"a", data)
+    await put(store, b"b", data)
+    assert await store.size() == 1
+    assert await store.unbind(b"a") == make_record(data)
+    assert await get(store, data) == data
+    assert await store.unbind(b"b") == make_record(data)
+    async with asyncio.timeout(5):
+        # A large blob goes in a second step behind the answer.
+        while await store.size() or await get(store, data) is not None:
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_what_nobody_bound_leaves_nothing(store: Store, size: int, tmp_path: Path) -> None:
+    data = make_bytes(size)
+    async with store.incoming() as incoming:
+        await incoming.write(data)
+        await incoming.finish()
+        assert _read(incoming.content()) == data
+        assert await get(store, data) is None
+    assert await store.size() == 0
+    assert [path for path in tmp_path.rglob("incoming/*") if path.is_file()] == []
+
+
+async def test_a_name_that_is_there_stays_when_it_is_not_to_be_replaced(store: Store) -> None:
+    first, second = make_bytes(100, 1), make_bytes(100_000, 2)
+    await put(store, b"name", first)
+    assert await put(store, b"name", second, replace=False) == make_record(first)
+    assert await store.record(b"name") == make_record(first)
+    assert await get(store, second) is None
+    assert await store.size() == 1
+
+
+@pytest.mark.parametrize(("old", "new"), [(10, 20), (10, 100_000), (100_000, 10), (100_000, 200_000)])
+async def test_a_replaced_blob_goes_and_the_new_one_is_there(store: Store, old: int, new: int) -> None:
+    await put(store, b"name", make_bytes(old))
+    await put(store, b"name", make_bytes(new))
+    assert await get(store, make_bytes(new)) == make_bytes(new)
+    async with asyncio.timeout(5):
+        while await store.size() != 1 or await get(store, make_bytes(old)) is not None:
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+async def test_binding_the_same_again_changes_nothing(store: Store, size: int) -> None:
+    data = make_bytes(size)
+    for _ in range(3):
+        await put(store, b"name", data)
+    assert await store.unbind(b"name") == make_record(data)
+    assert await store.unbind(b"name") is None
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+async def test_a_second_name_needs_no_second_blob(store: Store, size: int) -> None:
+    data = make_bytes(size)
+    assert await store.bind(b"b", make_record(data)) is None
+    assert await store.record(b"b") is None
+    await put(store, b"a", data)
+    assert await store.bind(b"b", make_record(data)) == make_record(data)
+    await store.unbind(b"a")
+    assert await get(store, data) == data
+
+
+async def test_both_names_of_one_upload_can_be_bound_at_once(store: Store) -> None:
+    data = make_bytes(100_000)
+    async with store.incoming() as incoming:
+        await incoming.write(data)
+        await incoming.finish()
+        record = make_record(data)
+        assert await asyncio.gather(*(store.bind(name, record, incoming) for name in (b"x", b"y"))) == [record] * 2
+    await store.unbind(b"x")
+    assert await get(store, data) == data
+
+
+async def test_watch_sees_every_byte_in_order(store: Store) -> None:
+    data = make_bytes(1_500_000)
+    md5 = hashlib.md5()
+    async with store.incoming(md5.update) as incoming:
+        for start in range(0, len(data), 100_001):
+            await incoming.write(data[start : start + 100_001])
+        await incoming.finish()
+    assert md5.digest() == hashlib.md5(data).digest()
+
+
+async def test_scan_gives_names_in_order_and_in_pages(store: Store) -> None:
+    names = [b"a/%03d" % number for number in range(25)] + [b"a0", b"b/1", b"a", b"a/\xff", b"a/\x00"]
+    await asyncio.gather(*(put(store, name, name) for name in names))
+    wanted = sorted(name for name in names if name.startswith(b"a/"))
+    found: list[bytes] = []
+    while page := await store.scan(b"a/", found[-1] if found else b"", limit=10):
+        assert len(page) <= 10
+        found += [name for name, _ in page]
+    assert found == wanted
+    assert await store.scan(b"c") == []
+    assert (await store.scan(b"b/"))[0][1] == make_record(b"b/1")
+
+
+async def test_three_hundred_writes_at_once_are_all_there(store: Store) -> None:
+    async def put_one(number: int) -> None:
+        await put(store, b"n/%d" % number, make_bytes(90_000 if number % 10 == 0 else 50, number % 50))
+
+    await asyncio.gather(*(put_one(number) for number in range(300)))
+    assert len(await store.scan(b"n/")) == 300
+    assert await store.size() == 50
+    assert [finding async for finding in store.scrub() if finding.trouble] == []
+    assert [finding async for finding in store.collect()] == []
+
+
+async def test_random_changes_leave_what_a_dictionary_would_hold(store: Store) -> None:
+    chance = random.Random(4869)
+    model: dict[bytes, bytes] = {}
+    for _ in range(400):
+        name, data = b"m/%d" % chance.randrange(12), make_bytes(chance.choice((5, 70_000)), chance.randrange(6))
+        match chance.randrange(4):
+            case 0:
+                expected = model.pop(name, None)
+                found = await store.unbind(name)
+                assert (found and found.digest) == (expected and hashlib.sha256(expected).digest())
+            case 1:
+                await put(store, name, data, replace=False)
+                model.setdefault(name, data)
+            case 2:
+                if await store.bind(name, make_record(data)) is not None:
+                    assert data in model.values()
+                    model[name] = data
+            case _:
+                await put(store, name, data)
+                model[name] = data
+    assert {name: record.digest for name, record in await store.scan(b"")} == {
+        name: hashlib.sha256(data).digest() for name, data in model.items()
+    }
+    for data in model.values():
+        assert await get(store, data) == data
+    assert [finding async for finding in store.scrub() if finding.trouble] == []
+
+
+async def test_a_cancelled_upload_leaves_nothing(store: Store, tmp_path: Path) -> None:
+    writing = asyncio.Event()
+
+    async def upload() -> None:
+        async with store.incoming() as incoming:
+            while True:
+                await incoming.write(bytes(300_000))
+                writing.set()
+                await asyncio.sleep(0)
+
+    task = asyncio.create_task(upload())
+    await writing.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await store.size() == 0
+    assert [path for path in tmp_path.rglob("incoming/*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("url", ["", "local", "local:", "memory:x", "ftp://host", "redis"])
+def test_an_url_that_is_no_store_is_refused_with_a_sentence(url: str) -> None:
+    with pytest.raises(ValueError, match="is not a store"):
+        open_store(url)
