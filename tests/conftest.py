@@ -22,7 +22,7 @@ class Server:
         self.store = folder / "data"
         self._log = folder / "log"
         settings = {"port": 0, "store": f"local:{self.store}", "workers": 2, **settings}
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+        flags = [_spell_flag(name.replace("_", "-"), value) for name, value in settings.items()]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "uvimg", "serve", *flags],
             stdout=subprocess.PIPE,
@@ -68,6 +68,12 @@ class Server:
         """SIGKILL, if it still runs."""
         self.process.kill()
         self.process.wait()
+
+
+def _spell_flag(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={value}"
 
 
 def decode(data: bytes) -> Any:
