@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
-from urllib.parse import urlsplit
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
@@ -22,9 +21,13 @@ class AccessRules:
     rules: tuple[tuple[bool, Network | None], ...]
 
     def allows(self, client: Address | None) -> bool:
-        """Whether the first rule that matches lets `client` in. None is a client nobody can vouch for."""
+        """Whether the first rule that matches lets `client` in.
+
+        None is a client nobody can vouch for. It may be any address, so every deny meets it and only
+        `allow all` lets it in: else a denied client would merely have to forge a forwarding header.
+        """
         for allowed, network in self.rules:
-            if network is None or (client is not None and client in network):
+            if network is None or (client in network if client is not None else not allowed):
                 return allowed
         return False
 
@@ -48,11 +51,18 @@ def parse_rules(text: str) -> AccessRules:
 
 
 def parse_network(text: str) -> Network:
-    """An address or network, IPv4 or IPv6. ValueError with a sentence when it is none."""
+    """An address or network, IPv4 or IPv6. ValueError with a sentence when it is none.
+
+    Clients lose their zone and have IPv4 taken out of IPv6, so a rule that did not would never match.
+    """
     try:
-        return ip_network(text, strict=False)
+        network = ip_network(text, strict=False)
     except ValueError:
-        raise ValueError(f"'{text}' is not an address or address/mask") from None
+        network = None
+    if network is None or "%" in text:
+        raise ValueError(f"'{text}' is not an address or address/mask")
+    mapped = getattr(network.network_address, "ipv4_mapped", None)
+    return ip_network((mapped, network.prefixlen - 96)) if mapped and network.prefixlen >= 96 else network
 
 
 def find_client(peer: str, headers: Mapping[str, str], trusted: Sequence[Network]) -> Address | None:
@@ -63,26 +73,42 @@ def find_client(peer: str, headers: Mapping[str, str], trusted: Sequence[Network
     means an unknown proxy stands between, so the peer's own address says nothing about the client:
     else every client of an nginx on the same machine would count as loopback.
     """
-    forwarded = _forwarded(headers)
     client = _parse_address(peer)
-    while forwarded:
-        if client is None or not any(client in network for network in trusted):
-            return None
+    forwarded = _forwarded(headers)
+    if forwarded and not _is_trusted(client, trusted):
+        return None
+    while forwarded and _is_trusted(client, trusted):
         client = _parse_address(forwarded.pop())
-        if client is None or not any(client in network for network in trusted):
-            return client
     return client
 
 
+def _is_trusted(client: Address | None, trusted: Sequence[Network]) -> bool:
+    return client is not None and any(client in network for network in trusted)
+
+
 def is_cross_site(headers: Mapping[str, str]) -> bool:
-    """Whether a browser says that another site made this request (Fetch Metadata; Origin in older ones)."""
-    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        return True
+    """Whether a browser says that another site made this request.
+
+    Sec-Fetch-Site decides where it is there: no page can forge it, and it holds behind a proxy that rewrites
+    Host. Older browsers, and all of them over plain http, leave Origin, which must name this host, and leave
+    nothing with a GET.
+    """
+    site = headers.get("sec-fetch-site")
+    if site is not None:
+        return site not in ("none", "same-origin")
     origin = headers.get("origin")
-    return origin is not None and urlsplit(origin).netloc != headers.get("host", "")
+    if origin is None:
+        return False
+    _, scheme, host = origin.partition("://")
+    return not scheme or host.lower() != headers.get("host", "").lower()
 
 
-_FOR = re.compile(r'(?:^|[;,\s])for\s*=\s*("[^"]*"|[^;,\s]*)', re.IGNORECASE)
+# RFC 7239 4: name=value pairs joined by ";", elements by ",", where a quoted value may hold either.
+_PAIR = re.compile(
+    r"[ \t]*(?P<name>[!#$%&'*+.^_`|~0-9A-Za-z-]+)="
+    r'(?:"(?P<quoted>[^"\\]*)"|(?P<bare>[^\s",;]+))'
+    r"[ \t]*(?P<end>[,;]|\Z)"
+)
 
 
 def _forwarded(headers: Mapping[str, str]) -> list[str]:
@@ -96,17 +122,37 @@ def _forwarded(headers: Mapping[str, str]) -> list[str]:
         return [""]
     if chain is not None:
         return [part.strip() for part in chain.split(",")]
-    if element is not None:
-        return [match.strip('"') for match in _FOR.findall(element)] or [""]
-    return []
+    return [] if element is None else _parse_forwarded(element)
+
+
+def _parse_forwarded(field: str) -> list[str]:
+    """The `for` of each element; "" where an element has none or two. A field that is not well-formed is all [""].
+
+    Elements are told apart strictly: a client may open a quote that is meant to swallow what the proxy appends,
+    or put `for=` into its Host, which a proxy then quotes after `host=`.
+    """
+    chain: list[str] = []
+    address: str | None = None
+    at = 0
+    while found := _PAIR.match(field, at):
+        if found["name"].lower() == "for":
+            address = (found["bare"] or found["quoted"]) if address is None else ""
+        if found["end"] != ";":
+            chain.append(address or "")
+            address = None
+        if not found["end"]:
+            return chain
+        at = found.end()
+    return [""]
+
+
+_HOST = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::\d+)?", re.ASCII)
 
 
 def _parse_address(text: str) -> Address | None:
     """An address, with or without port and brackets; an IPv4 address inside IPv6 is taken out of it."""
-    if text.startswith("["):
-        text = text[1:].partition("]")[0]
-    elif text.count(":") == 1:
-        text = text.partition(":")[0]
+    if found := _HOST.fullmatch(text):
+        text = found[1] or found[2] or ""
     try:
         address = ip_address(text.partition("%")[0])
     except ValueError:

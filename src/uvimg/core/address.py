@@ -10,7 +10,7 @@ import re
 Digest = bytes
 
 _ID = re.compile(r"(?:[0-9a-f]{32}|[0-9a-f]{64})")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_BLOB_PATH = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})")
 
 
 def parse_id(text: str) -> str | None:
@@ -45,5 +45,5 @@ def blob_path(digest: Digest) -> str:
 
 def parse_blob_path(path: str) -> Digest | None:
     """The digest that `blob_path` made this of, None for a foreign file."""
-    folder, _, name = path.partition("/")
-    return bytes.fromhex(name) if _DIGEST.fullmatch(name) and name.startswith(folder) else None
+    found = _BLOB_PATH.fullmatch(path)
+    return bytes.fromhex(found[2]) if found else None

@@ -40,7 +40,8 @@ class FormReader:
     """Feeds a body to the parser. BadRequest for what is no form, and from `close` for one that ends too soon."""
 
     def __init__(self, content_type: str) -> None:
-        _, options = parse_options_header(content_type)
+        # A boundary is ASCII (RFC 2046 5.1.1); whatever else stands there must not break the parser.
+        _, options = parse_options_header(content_type.encode("ascii", "replace"))
         boundary = options.get(b"boundary")
         if not boundary:
             raise BadRequest("The multipart form has no boundary in its Content-Type.")

@@ -1,10 +1,11 @@
 """What is known of the image formats: names, media types, and what their bytes give away.
 
 The allow-list by magic bytes stands before libvips, whose own search would try a text file as a matrix.
-The walkers below read hostile bytes: they only ever step forward, so they end, and they raise nothing.
+The walkers below read hostile bytes: they only ever step forward, so they end after one pass, and they raise nothing.
 """
 
 import re
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 Format = Literal["jpeg", "png", "webp", "gif", "avif", "tiff", "svg"]
@@ -38,8 +39,13 @@ def parse_output_format(text: str) -> OutputFormat | None:
     return next((format for format in OUTPUT_FORMATS if format == name), None)
 
 
+# One run of white space alone before and one behind the mark: two neighbours would try every split between them.
+_SVG = re.compile(rb"\s*(?:\xef\xbb\xbf\s*)?(?:<\?xml|<!--|<!DOCTYPE svg|<svg)")
+
+
 def recognise(head: bytes) -> Format | None:
     """The format that a file's first HEAD_BYTES bytes announce, None when it is none of ours."""
+    head = head[:HEAD_BYTES]
     if head.startswith(b"\xff\xd8\xff"):
         return "jpeg"
     if head.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -52,7 +58,7 @@ def recognise(head: bytes) -> Format | None:
         return "tiff"
     if head[4:8] == b"ftyp":
         return "avif" if _has_avif_brand(head) else None
-    if re.match(rb"\s*(?:\xef\xbb\xbf)?\s*(?:<\?xml|<!--|<!DOCTYPE svg|<svg)", head) and b"<svg" in head:
+    if _SVG.match(head) and b"<svg" in head:
         return "svg"
     return None
 
@@ -82,100 +88,128 @@ def _scaled_sum(quality: int) -> int:
 _SUMS = tuple(_scaled_sum(quality) for quality in range(1, 101))
 
 
+# A photograph has tens of segments, with a large colour profile and Exif hundreds.
+_MAX_JPEG_SEGMENTS = 10_000
+
+
 def jpeg_quality(data: bytes) -> int:
     """The IJG quality 1..100 whose luminance table is nearest to this JPEG's; 100 when it cannot be told."""
     for marker, start, stop in _jpeg_segments(data):
-        if marker == 0xDB and stop - start >= 65 and data[start] & 0x0F == 0:
-            wide = data[start] >> 4
-            table = data[start + 1 : start + 1 + 64 * (1 + wide)]
-            total = sum(table) if not wide else sum(table[1::2]) + 256 * sum(table[0::2])
-            return 1 + min(range(100), key=lambda index: abs(_SUMS[index] - total))
+        # One segment may define several tables: precision and number, then 64 values of one or two bytes.
+        at = start + 4
+        while marker == 0xDB and at < stop:
+            wide, number = data[at] >> 4, data[at] & 0x0F
+            table = data[at + 1 : at + 65 + 64 * wide]
+            at += 65 + 64 * wide
+            if wide > 1 or at > stop:
+                return 100
+            if number == 0:
+                total = sum(table) + (255 * sum(table[0::2]) if wide else 0)
+                return 1 + min(range(100), key=lambda index: abs(_SUMS[index] - total))
     return 100
+
+
+def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """(marker, start, stop) of each segment, a scan with its compressed data; ends where there is no whole one."""
+    at = 2
+    for _ in range(_MAX_JPEG_SEGMENTS):
+        filled = _JPEG_FILL.match(data, at)
+        if filled is None:
+            return
+        at = filled.end()
+        if at + 4 > len(data) or not 0xC0 <= data[at + 1] <= 0xFE or 0xD0 <= data[at + 1] <= 0xD9:
+            return
+        stop = at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+        if stop < at + 4 or stop > len(data):
+            return
+        if data[at + 1] == 0xDA:
+            found = _JPEG_MARKER.search(data, stop)
+            if found is None:
+                return
+            stop = found.start()
+        yield data[at + 1], at, stop
+        at = stop
+
+
+# Any number of 0xff may stand before that of a marker (T.81 B.1.1.2).
+_JPEG_FILL = re.compile(rb"\xff*(?=\xff)")
+# Within compressed data 0xff is followed by 0, by the number of a restart, or by the 0xff of the marker itself.
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 
 
 def keep_only_pixels(data: bytes, format: Format) -> bytes | None:
     """The same picture without anything else: no EXIF, XMP, comment, text or tail; None where that cannot be told.
 
-    The picture itself is not touched. Only such bytes may be handed out in place of a rendition.
+    The picture itself is not touched, so what somebody hid within its compressed data stays there. Only
+    such bytes may be handed out in place of a rendition.
     """
     match format:
         case "jpeg":
-            parts = _jpeg_pixels(data)
+            return _jpeg_pixels(data)
         case "png":
-            parts = _png_pixels(data)
+            return _png_pixels(data)
         case "gif":
-            parts = _gif_pixels(data)
+            return _gif_pixels(data)
         case "webp":
             return _webp_pixels(data)
         case _:
             return None
-    return None if parts is None else b"".join(parts)
 
 
-def _jpeg_segments(data: bytes) -> list[tuple[int, int, int]]:
-    """The marker segments before the first scan, and that scan's: (marker, start, stop) of each payload."""
-    segments: list[tuple[int, int, int]] = []
-    at = 2
-    while at + 4 <= len(data) and data[at] == 0xFF:
-        marker, length = data[at + 1], int.from_bytes(data[at + 2 : at + 4], "big")
-        if length < 2:
-            break
-        segments.append((marker, at + 4, min(at + 2 + length, len(data))))
-        if marker == 0xDA:
-            break
-        at += 2 + length
-    return segments
+# What a decoder needs of a baseline or progressive Huffman-coded picture: frame, tables, restart interval, scans.
+_JPEG_NEEDED = frozenset({0xC0, 0xC1, 0xC2, 0xC4, 0xDA, 0xDB, 0xDD})
 
 
-# Tables, frames, scans, restart interval, JFIF and Adobe's transform flag: what a decoder needs.
-_JPEG_NEEDED = frozenset({0xC0, 0xC1, 0xC2, 0xC4, 0xDA, 0xDB, 0xDD, 0xE0, 0xEE})
-_JPEG_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
-
-
-def _jpeg_pixels(data: bytes) -> list[bytes] | None:
-    parts, at = [data[:2]], 2
-    while at + 4 <= len(data) and data[at] == 0xFF:
-        marker, stop = data[at + 1], at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-        if stop < at + 4 or stop > len(data):
+def _jpeg_pixels(data: bytes) -> bytes | None:
+    """JFIF and Adobe say how the colours are coded, and have room for more: they are written anew."""
+    jfif = adobe = b""
+    kept, end = bytearray(), 2
+    for marker, start, stop in _jpeg_segments(data):
+        end = stop
+        if marker in _JPEG_NEEDED:
+            kept += data[start:stop]
+        elif marker == 0xE0 and stop - start >= 18 and data[start + 4 : start + 9] == b"JFIF\0":
+            # Version and density stay; the last two bytes are the size of a thumbnail, which does not.
+            jfif = b"\xff\xe0\0\x10" + data[start + 4 : start + 16] + b"\0\0"
+        elif marker == 0xEE and stop - start >= 16 and data[start + 4 : start + 9] == b"Adobe":
+            # The transform is the one field of it that a decoder reads.
+            adobe = b"\xff\xee\0\x0eAdobe\0\x64\0\0\0\0" + data[start + 15 : start + 16]
+        elif marker != 0xFE and not 0xE0 <= marker <= 0xEF:
             return None
-        # JFIF and Adobe segments have room for more behind their fixed fields.
-        if marker in _JPEG_NEEDED and (marker, stop - at > 18) != (0xE0, True):
-            if marker == 0xEE and stop - at != 16:
-                return None
-            if marker == 0xDA:
-                found = _JPEG_MARKER.search(data, stop)
-                if found is None:
-                    return None
-                stop = found.start()
-            parts.append(data[at:stop])
-        at = stop
-        if data[at : at + 2] == b"\xff\xd9":
-            return [*parts, b"\xff\xd9"]
-    return None
+    return data[:2] + jfif + adobe + kept + b"\xff\xd9" if kept and data[end : end + 2] == b"\xff\xd9" else None
 
 
-def _png_pixels(data: bytes) -> list[bytes] | None:
-    parts, at = [data[:8]], 8
+# Chunks that change what is seen, and the most bytes that each can need.
+_PNG_NEEDED = {b"IHDR": 13, b"PLTE": 768, b"tRNS": 256, b"sRGB": 1, b"IEND": 0}
+
+
+def _png_pixels(data: bytes) -> bytes | None:
+    kept, at = bytearray(data[:8]), 8
+    seen: set[bytes] = set()
     while at + 12 <= len(data):
-        kind, stop = data[at + 4 : at + 8], at + 12 + int.from_bytes(data[at : at + 4], "big")
-        if kind in (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"sRGB"):
-            parts.append(data[at:stop])
+        kind, length = data[at + 4 : at + 8], int.from_bytes(data[at : at + 4], "big")
+        stop = at + 12 + length
+        if kind in _PNG_NEEDED:
+            # A second one, or more than there is to say, is not part of the picture.
+            if length > _PNG_NEEDED[kind] or kind in seen:
+                return None
+            seen.add(kind)
+        if kind in _PNG_NEEDED or kind == b"IDAT":
+            kept += data[at:stop]
         if kind == b"IEND":
-            return parts if stop == at + 12 else None
+            return bytes(kept)
         at = stop
     return None
 
 
-_GIF_LOOP_BYTES = 19
-
-
-def _gif_pixels(data: bytes) -> list[bytes] | None:
+def _gif_pixels(data: bytes) -> bytes | None:
     at = 13 + _gif_palette_bytes(data[10:11])
-    parts = [data[:at]]
+    kept, control = bytearray(data[:at]), b""
+    repeats = False
     while at < len(data):
         start, kind = at, data[at]
         if kind == 0x3B:
-            return [*parts, b"\x3b"]
+            return bytes(kept) + b"\x3b"
         if kind == 0x21:
             at += 2
         elif kind == 0x2C:
@@ -186,10 +220,17 @@ def _gif_pixels(data: bytes) -> list[bytes] | None:
             at += 1 + data[at]
         at += 1
         # A frame, its graphic control, and the extension that says how often to repeat.
-        control = data[start + 1 : start + 3] == b"\xf9\x04"
-        loop = data[start + 1 : start + 14] == b"\xff\x0bNETSCAPE2.0" and at - start == _GIF_LOOP_BYTES
-        if kind == 0x2C or control or loop:
-            parts.append(data[start:at])
+        if kind == 0x2C:
+            kept += control + data[start:at]
+            control = b""
+        elif data[start + 1 : start + 3] == b"\xf9\x04":
+            if control or at - start != 8:
+                # One a frame, of four bytes; what more of it means, decoders do not agree on.
+                return None
+            control = data[start:at]
+        elif at - start == 19 and data[start + 1 : start + 14] == b"\xff\x0bNETSCAPE2.0" and not repeats:
+            repeats = True
+            kept += data[start:at]
     return None
 
 
@@ -199,21 +240,24 @@ def _gif_palette_bytes(flags: bytes) -> int:
 
 
 def _webp_pixels(data: bytes) -> bytes | None:
-    end, at, parts = int.from_bytes(data[4:8], "little") + 8, 12, [b"WEBP"]
+    end, at = int.from_bytes(data[4:8], "little") + 8, 12
+    kept, seen = bytearray(b"WEBP"), set[bytes]()
     while at + 8 <= end <= len(data):
         kind, length = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
         stop = at + 8 + length + (length & 1)
-        if stop > end or kind in (b"ANIM", b"ANMF"):
-            # Frames nest chunks of their own; not worth a second walker.
+        # Frames nest chunks of their own; not worth a second walker. A second picture is seen by nobody.
+        if stop > end or kind in (b"ANIM", b"ANMF") or kind in seen:
             return None
-        if kind == b"VP8X" and length == 10:
-            # Flags: of ICC, alpha, EXIF, XMP and animation only alpha stays true.
-            parts.append(data[at : at + 8] + bytes([data[at + 8] & 0x10]) + data[at + 9 : stop])
+        if kind == b"VP8X":
+            if length != 10 or at != 12:
+                return None
+            # Of the flags (ICC, alpha, EXIF, XMP, animation) only alpha stays true; three reserved bytes follow.
+            kept += data[at : at + 8] + bytes([data[at + 8] & 0x10, 0, 0, 0]) + data[at + 12 : stop]
         elif kind in (b"VP8 ", b"VP8L", b"ALPH"):
-            parts.append(data[at:stop])
+            seen |= {b"VP8 ", b"VP8L"} if kind != b"ALPH" else {kind}
+            kept += data[at : at + 8 + length] + bytes(length & 1)
         at = stop
-    body = b"".join(parts)
-    return b"RIFF" + len(body).to_bytes(4, "little") + body if at == end else None
+    return b"RIFF" + len(kept).to_bytes(4, "little") + bytes(kept) if at == end else None
 
 
 def is_srgb_profile(profile: bytes) -> bool:

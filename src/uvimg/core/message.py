@@ -4,6 +4,7 @@ Header names are lower-case in a request, and a field that came several times is
 by ", " (RFC 9110 5.3), so a lookup sees all of it.
 """
 
+import re
 from collections.abc import AsyncIterable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import BinaryIO
@@ -65,13 +66,21 @@ class Response:
             self.body.close()
 
 
+_ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")
+
+
 def split_target(target: str) -> tuple[str, str]:
-    """A request target in origin-form or absolute-form (RFC 9112 3.2) as (path decoded once, query still encoded)."""
-    if not target.startswith("/"):
-        _, scheme, rest = target.partition("://")
-        target = "/" + rest.partition("/")[2] if scheme else target
-    path, _, query = target.partition("?")
-    return unquote(path, errors="replace"), query.partition("#")[0]
+    """A request target in origin-form or absolute-form (RFC 9112 3.2) as (path decoded once, query still encoded).
+
+    Both can be encoded again: what a front-end could not decode (lone surrogates) is no longer in them.
+    """
+    if not target.isascii():
+        target = target.encode(errors="replace").decode()
+    if absolute := _ABSOLUTE.match(target):
+        rest = target[absolute.end() :]
+        target = rest if rest.startswith("/") else "/" + rest
+    path, _, query = target.partition("#")[0].partition("?")
+    return unquote(path, errors="replace"), query
 
 
 def fold_headers(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:

@@ -4,10 +4,9 @@ RFC 9110 13 (conditional requests, in the order of 13.2.2) and 14 (range request
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
@@ -75,13 +74,17 @@ def _lists(field: str, etag: str, *, weak: bool) -> bool:
     """Whether an If-Match or If-None-Match field lists this ETag. zimg's clients send it without quotes."""
     if field.strip() == "*":
         return True
-    for item in field.split(","):
-        tag = item.strip()
-        if weak:
-            tag = tag.removeprefix("W/")
-        if tag in (etag, etag[1:-1]):
-            return True
-    return False
+    bare = etag[1:-1]
+    return any(tag == bare and (weak or not is_weak) for is_weak, tag in _tags(field))
+
+
+# A comma may stand inside a quoted tag (RFC 9110 8.8.3), so a list of them cannot be split at commas.
+_TAG = re.compile(r'(W/)?(?:"([^"]*)(?:"|\Z)|([^\s",]+))')
+
+
+def _tags(field: str) -> Iterator[tuple[bool, str]]:
+    for found in _TAG.finditer(field):
+        yield found[1] is not None, found[3] if found[2] is None else found[2]
 
 
 def _may_resume(if_range: str | None, etag: str, modified_s: int) -> bool:
@@ -111,17 +114,40 @@ def _choose_part(field: str, size: int) -> Answer:
     return Part(start, size if last is None else min(int(last) + 1, size))
 
 
+# RFC 9110 5.6.7: IMF-fixdate, the obsolete form of RFC 850, asctime's. The day of the week says nothing new and is
+# not read. The standard library's parser of mail dates takes far more than these, some of it in local time.
+_TIME = r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>[0-5]\d|60)"
+_DATES = tuple(
+    re.compile(form, re.ASCII)
+    for form in (
+        rf"[A-Z][a-z]{{2}}, (?P<day>\d\d) (?P<month>[A-Z][a-z]{{2}}) (?P<year>\d{{4}}) {_TIME} GMT",
+        rf"[A-Z][a-z]{{5,8}}, (?P<day>\d\d)-(?P<month>[A-Z][a-z]{{2}})-(?P<year>\d\d) {_TIME} GMT",
+        rf"[A-Z][a-z]{{2}} (?P<month>[A-Z][a-z]{{2}}) (?P<day>[ \d]\d) {_TIME} (?P<year>\d{{4}})",
+    )
+)
+
+
 def _date(field: str | None) -> int | None:
     """An HTTP date in POSIX seconds; None when absent or malformed, which both count as absent."""
     if field is None:
         return None
-    try:
-        return int(parsedate_to_datetime(field).timestamp())
-    except (ValueError, OverflowError):
+    found = next(filter(None, (form.fullmatch(field.strip()) for form in _DATES)), None)
+    if found is None:
         return None
+    year = int(found["year"])
+    if len(found["year"]) == 2:
+        # As POSIX reads two digits: 69 is 1969, 68 is 2068.
+        year += 1900 if year >= 69 else 2000
+    # The grammar allows a leap second, 60, which this calendar does not know.
+    clock = int(found["hour"]), int(found["minute"]), min(int(found["second"]), 59)
+    try:
+        at = datetime(year, _MONTHS.index(found["month"]) + 1, int(found["day"]), *clock, tzinfo=UTC)
+    except ValueError:
+        return None
+    return int(at.timestamp())
 
 
 def http_date(posix_s: int) -> str:
     """IMF-fixdate (RFC 9110 5.6.7)."""
     at = datetime.fromtimestamp(posix_s, UTC)
-    return f"{_DAYS[at.weekday()]}, {at.day:02} {_MONTHS[at.month - 1]} {at.year} {at:%H:%M:%S} GMT"
+    return f"{_DAYS[at.weekday()]}, {at.day:02} {_MONTHS[at.month - 1]} {at.year:04} {at:%H:%M:%S} GMT"

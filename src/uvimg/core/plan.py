@@ -140,7 +140,8 @@ def _spell(step: Step) -> str:
         case Flatten():
             return f"b{bytes(step.background).hex()}"
         case Encode():
-            return f"{step.format}{step.quality}.{step.effort}" + (".bare" if step.max_bytes else "")
+            bound = "" if not step.max_bytes else ".bare" if step.or_original else ".bound"
+            return f"{step.format}{step.quality}.{step.effort}{bound}"
 
 
 # The container's own limit: 14 bits.
@@ -156,8 +157,8 @@ def make_plan(params: Params, source: Source, size: int, rules: Rules) -> Plan:
     if params.r:
         width, height = _rotated_size(width, height, params.r)
         steps.append(Rotate(params.r, width, height, rules.background))
-        _check_size((width, height), params, rules)
-    if params.g:
+        _check_size((width, height), params, source, rules)
+    if params.g and not source.gray:
         steps.append(Gray())
     format = _choose_format(params, source, rules)
     if format == "webp" and max(width, height) > _WEBP_MAX_SIDE:
@@ -168,7 +169,7 @@ def make_plan(params: Params, source: Source, size: int, rules: Rules) -> Plan:
     first: list[Step] = [
         Load(
             *load,
-            frames=_count_frames(source, format, load, rules),
+            frames=_count_frames(source, format, max(load[0] * load[1], width * height), rules),
             scaled=load != source.upright_size,
             managed=source.managed,
             gray=source.gray,
@@ -199,52 +200,54 @@ def _place(params: Params, source: Source, rules: Rules) -> tuple[tuple[int, int
     match params.p:
         case 0:
             if not w or not h:
-                raise BadParameter("h" if w else "w", "p=0 stretches to w and h, so it needs both.")
-            return _checked((w, h), params, rules), None
+                missing = "h" if w else "w"
+                raise BadParameter(missing, f"{missing} is missing: p=0 stretches to w and h, so it needs both.")
+            return _checked((w, h), params, source, rules), None
         case 2:
             width, height = min(w or full[0], full[0]), min(h or full[1], full[1])
             return full, _centre(full, width, height)
         case 3:
-            size = _round(full[0] * (w or h) / 100), _round(full[1] * (h or w) / 100)
-            return _checked(size, params, rules), None
+            scaled = _scale(full[0], w or h, 100), _scale(full[1], h or w, 100)
+            return _checked(scaled, params, source, rules), None
         case _:
-            scales = [side / whole for side, whole in ((w, full[0]), (h, full[1])) if side]
-            scale = max(scales) if params.p == 1 else min(scales)
-            scaled = _round(full[0] * scale), _round(full[1] * scale)
-            if params.p == 1 and w and h:
-                load = _checked((max(scaled[0], w), max(scaled[1], h)), params, rules)
-                return load, _centre(load, w, h)
-            # The side that was asked for is met to the pixel, whatever the division left over.
-            return _checked((_met(scaled[0], w), _met(scaled[1], h)), params, rules), None
+            # Proportional to w, to h or, where both are given, to the one that covers (p=1) or fits (p=4).
+            wider = w * full[1] > h * full[0]
+            by_width = not h or (bool(w) and wider == (params.p == 1))
+            wanted, whole = (w, full[0]) if by_width else (h, full[1])
+            scaled = _scale(full[0], wanted, whole), _scale(full[1], wanted, whole)
+            _check_size(scaled, params, source, rules)
+            return scaled, _centre(scaled, w, h) if params.p == 1 and w and h else None
 
 
-def _met(scaled: int, wanted: int) -> int:
-    return wanted if wanted and abs(scaled - wanted) <= 1 else scaled
-
-
-def _round(value: float) -> int:
-    return max(1, math.floor(value + 0.5))
+def _scale(side: int, wanted: int, whole: int) -> int:
+    """side · wanted / whole, rounded half up, at least 1. In whole numbers: floats miss the wanted side by one."""
+    return max(1, (2 * side * wanted + whole) // (2 * whole))
 
 
 def _centre(full: tuple[int, int], width: int, height: int) -> Crop:
     return Crop((full[0] - width) // 2, (full[1] - height) // 2, width, height)
 
 
-def _checked(size: tuple[int, int], params: Params, rules: Rules) -> tuple[int, int]:
-    _check_size(size, params, rules)
+def _checked(size: tuple[int, int], params: Params, source: Source, rules: Rules) -> tuple[int, int]:
+    _check_size(size, params, source, rules)
     return size
 
 
-def _check_size(size: tuple[int, int], params: Params, rules: Rules) -> None:
-    """Refuse to make what is larger than the configuration allows, naming the parameter that asks for it."""
-    if max(size) <= rules.max_side and size[0] * size[1] <= rules.max_pixels:
+def _check_size(size: tuple[int, int], params: Params, source: Source, rules: Rules) -> None:
+    """Refuse to enlarge beyond what the configuration allows, naming the parameter that asks for it.
+
+    What is no larger than the image itself was allowed when that was uploaded.
+    """
+    max_side = max(rules.max_side, source.width, source.height)
+    max_pixels = max(rules.max_pixels, source.width * source.height)
+    if max(size) <= max_side and size[0] * size[1] <= max_pixels:
         return
-    asked = [name for name in ("w", "h") if getattr(params, name)]
-    name = "r" if not asked else "w" if len(asked) == 2 and size[0] >= size[1] else asked[-1]
+    # The side that enlarges more is the one to blame.
+    full = source.upright_size
+    name = "r" if not params.w and not params.h else "w" if params.w * full[1] >= params.h * full[0] else "h"
     raise BadParameter(
         name,
-        f"{name} asks for {size[0]} × {size[1]} pixels; "
-        f"allowed are {rules.max_side} a side and {rules.max_pixels} in all.",
+        f"{name} asks for {size[0]} × {size[1]} pixels; allowed are {max_side} a side and {max_pixels} in all.",
     )
 
 
@@ -275,11 +278,11 @@ def _choose_format(params: Params, source: Source, rules: Rules) -> OutputFormat
     return parse_output_format(source.format) or ("png" if source.has_alpha else "jpeg")
 
 
-def _count_frames(source: Source, format: OutputFormat, load: tuple[int, int], rules: Rules) -> int:
-    """How many frames the rendition keeps: as many as the format, the limit and the pixels in all allow."""
+def _count_frames(source: Source, format: OutputFormat, pixels: int, rules: Rules) -> int:
+    """How many frames of so many pixels the rendition keeps: what the format and the limits allow, at least one."""
     if source.format not in ("gif", "webp") or format not in ("gif", "webp"):
         return 1
-    return max(1, min(source.frames, rules.max_frames, rules.max_pixels // (load[0] * load[1])))
+    return max(1, min(source.frames, rules.max_frames, rules.max_pixels // pixels))
 
 
 def _encode(params: Params, source: Source, size: int, format: OutputFormat, rules: Rules) -> Encode:
@@ -295,7 +298,7 @@ def _encode(params: Params, source: Source, size: int, format: OutputFormat, rul
         "gif": rules.gif_effort,
         "avif": rules.avif_effort,
     }[format]
-    may_be_original = source.orientation == 1 and not source.managed
+    may_be_original = source.orientation == 1 and not source.managed and source.frames <= rules.max_frames
     return Encode(
         format,
         0 if format in ("png", "gif") else quality,

@@ -96,7 +96,7 @@ def face_of(path: str) -> Face:
 
 
 def route(method: str, path: str, query: str) -> Query:
-    """What is asked for. `path` is decoded, `query` is not. Raises NotFound, MethodNotAllowed, BadParameter."""
+    """What is asked for. `path` is decoded, `query` is not. Raises NotFound, MethodNotAllowed, BadRequest."""
     if face_of(path) == "images":
         return _route_images(method, path, query)
     return _route_zimg(method, path, query)
@@ -128,12 +128,12 @@ def _route_zimg(method: str, path: str, query: str) -> Query:
         case "/info":
             return _choose(method, {"GET": Describe(parse_id(_fields(query).get("md5", "")))})
         case "/admin":
-            return _choose(method, {"GET": _route_admin(query)})
+            return _route_admin(method, query)
         case "/echo":
             return _choose(method, {"GET": Page("echo")})
         case "/favicon.ico":
             return _choose(method, {"GET": Page("favicon")})
-    image_id = parse_id(path[1:])
+    image_id = parse_id(path[1:]) if path.startswith("/") else None
     if image_id is None:
         raise NotFound("There is nothing here.")
     if method in ("GET", "HEAD"):
@@ -141,15 +141,18 @@ def _route_zimg(method: str, path: str, query: str) -> Query:
     return _choose(method, {"GET": None})
 
 
-def _route_admin(query: str) -> Query:
-    fields = _fields(query)
-    if not fields:
-        return Page("admin")
+def _route_admin(method: str, query: str) -> Query:
+    page = _choose(method, {"GET": Page("admin")})
+    if isinstance(page, Options) or not (fields := _fields(query)):
+        return page
     image_id = parse_id(fields.get("md5", ""))
     if image_id is None:
         raise BadParameter("md5", "md5 must be 32 hex digits (or the 64 of a SHA-256).")
     if fields.get("t") != "1":
         raise BadParameter("t", "t must be 1 (delete); there is no other command.")
+    if method == "HEAD":
+        # Whoever sends HEAD, such as a checker of links, only looks.
+        raise MethodNotAllowed("GET, OPTIONS")
     return Remove(image_id, by_get=True)
 
 
@@ -165,6 +168,7 @@ def _choose(method: str, choices: dict[str, Query | None]) -> Query:
     raise MethodNotAllowed(allow)
 
 
+# Nine digits: more than any limit allows, and too few to compute anything huge with.
 _INTEGER = re.compile(r"-?\d{1,9}", re.ASCII)
 
 
@@ -206,7 +210,8 @@ def _integer(fields: dict[str, str], name: str, default: int, low: int | None, h
         return default
     value = int(text) if _INTEGER.fullmatch(text) else None
     if value is None or (low is not None and value < low) or (high is not None and value > high):
-        allowed = "" if low is None else f" of at least {low}" if high is None else f" from {low} to {high}"
+        least = "" if low is None else f" of at least {low}"
+        allowed = f"{least} and at most nine digits" if high is None else f" from {low} to {high}"
         raise BadParameter(name, f"{name} must be a whole number{allowed}.")
     return value
 
