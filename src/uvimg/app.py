@@ -56,7 +56,9 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
             try:
                 await site.start()
             except (OSError, OverflowError) as exc:
-                reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
+                code = getattr(exc, "errno", None) or 0
+                # asyncio says the address once more; a name that is not found has a text of its own, below 0.
+                reason = os.strerror(code) if code > 0 else exc
                 raise CannotStart(f"cannot listen on {settings.host} port {settings.port}: {reason}") from exc
             announce(_describe(settings, _bound_port(runner), ready))
             await stop.wait()

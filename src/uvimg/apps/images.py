@@ -22,7 +22,7 @@ import msgspec
 
 from uvimg.cache import Cache
 from uvimg.core.access import AccessRules, Network, find_client, is_cross_site
-from uvimg.core.address import Digest, image_name, rendition_name, renditions_prefix
+from uvimg.core.address import Digest, image_name, original_of, rendition_name, renditions_prefix
 from uvimg.core.errors import (
     BadParameter,
     BadRequest,
@@ -41,7 +41,7 @@ from uvimg.core.formats import HEAD_BYTES, Format, media_type, recognise
 from uvimg.core.message import Content, FilePart, Request, Response
 from uvimg.core.negotiate import Failed, NotModified, Part, Unsatisfiable, choose_answer, http_date
 from uvimg.core.plan import Plan, Rules, Source, make_plan
-from uvimg.core.route import Describe, Options, Page, Params, Remove, Show, Upload, face_of, route
+from uvimg.core.route import Describe, Options, Page, Params, Query, Remove, Show, Upload, face_of, route
 from uvimg.imaging import Inspect, Inspected, Limits, Render, Rendered
 from uvimg.imaging.pool import Pool
 from uvimg.store import Incoming, Record, Store
@@ -113,8 +113,18 @@ _encode_facts = msgspec.msgpack.Encoder().encode
 _decode_image = msgspec.msgpack.Decoder(Image).decode
 _encode_json = msgspec.json.Encoder().encode
 
-# What a request means is a pure function of these three; nine in ten requests repeat one.
-_route = lru_cache(4096)(route)
+# What a request means is a pure function of method, path and query, and most requests repeat one. Long ones
+# are an attack on the memory, or a mistake.
+_known_route = lru_cache(4096)(route)
+_LONGEST_KNOWN = 256
+
+# Renditions on their way into a slow store, held in memory meanwhile; more are not kept.
+_MAX_KEEPING = 64
+
+
+def _route(request: Request) -> Query:
+    decide = _known_route if len(request.target) <= _LONGEST_KNOWN else route
+    return decide(request.method, request.path, request.query)
 
 
 class Images:
@@ -141,7 +151,7 @@ class Images:
     # The two doors
 
     def try_now(self, request: Request) -> Response | None:
-        query = _route(request.method, request.path, request.query)
+        query = _route(request)
         match query:
             case Show() if self._store.near is not None:
                 self._admit(request, self._settings.download_rule)
@@ -151,7 +161,7 @@ class Images:
         return None
 
     async def handle(self, request: Request) -> Response:
-        query = _route(request.method, request.path, request.query)
+        query = _route(request)
         match query:
             case Show():
                 self._admit(request, self._settings.download_rule)
@@ -200,7 +210,7 @@ class Images:
                 return None
             found = Rendition(record, None)
         body = found.body if found.body is not None else near.get(found.record.digest)
-        return None if body is None else self._answer_image(request, found.record, body, original.created_s)
+        return None if body is None else self._answer_image(request, found.record, body)
 
     async def _show(self, request: Request, query: Show) -> Response:
         if self._store.near is not None and (response := self._show_now(request, query)) is not None:
@@ -219,8 +229,8 @@ class Images:
             if content is None:
                 # Taken away between two lookups: an image that is being deleted.
                 raise NotFound()
-            return self._answer_image(request, rendition.record, content, original.created_s)
-        return self._answer_image(request, rendition.record, body, original.created_s)
+            return self._answer_image(request, rendition.record, content)
+        return self._answer_image(request, rendition.record, body)
 
     def _effective(self, params: Params) -> Params:
         return Params() if self._settings.disable_args else params
@@ -229,15 +239,15 @@ class Images:
         if content is None:
             log.error("the blob of image %s is missing from the store", original.digest.hex())
             raise UvimgError("The image's bytes are missing from the store.")
-        return self._answer_image(request, original, content, original.created_s)
+        return self._answer_image(request, original, content)
 
-    def _answer_image(self, request: Request, record: Record, body: Content, modified_s: int) -> Response:
+    def _answer_image(self, request: Request, record: Record, body: Content) -> Response:
         """200, 206, 304, 412 or 416 for a representation that is at hand."""
         etag = f'"{record.digest.hex()[:32]}"'
         headers = dict(self._settings.image_headers)
         headers["ETag"] = etag
-        headers["Last-Modified"] = http_date(modified_s)
-        answer = choose_answer(request.headers, etag, modified_s, record.size, ranges=request.method == "GET")
+        headers["Last-Modified"] = http_date(record.created_s)
+        answer = choose_answer(request.headers, etag, record.created_s, record.size, ranges=request.method == "GET")
         match answer:
             case NotModified():
                 _close(body)
@@ -285,22 +295,26 @@ class Images:
         else:
             digest = hashlib.sha256(body).digest()
             record = Record(digest, len(body), media_type(rendered.format), int(time.time()))
-        if self._settings.save_new == 1:
-            task = asyncio.create_task(self._keep(name, record, None if rendered.as_original else body))
+        rendition = Rendition(record, None if rendered.as_original else body)
+        if self._settings.save_new == 1 and len(self._keeping) < _MAX_KEEPING:
+            task = asyncio.create_task(self._keep(name, rendition))
             self._keeping.add(task)
             task.add_done_callback(self._keeping.discard)
-        return Rendition(record, None if rendered.as_original else body)
+        return rendition
 
-    async def _keep(self, name: bytes, record: Record, body: bytes | None) -> None:
+    async def _keep(self, name: bytes, rendition: Rendition) -> None:
         """Put a rendition into the store. Nobody waits for it, and nothing is lost when it fails."""
         try:
-            if body is None:
-                await self._store.bind(name, record)
-                return
-            async with self._store.incoming() as incoming:
-                await incoming.write(body)
-                await incoming.finish()
-                await self._store.bind(name, record, incoming)
+            if rendition.body is None:
+                await self._store.bind(name, rendition.record)
+            else:
+                async with self._store.incoming() as incoming:
+                    await incoming.write(rendition.body)
+                    await incoming.finish()
+                    await self._store.bind(name, rendition.record, incoming)
+            # Deleting takes the original's names first and looks for renditions then: one of the two sees this one.
+            if await self._store.record(original_of(name)) is None:
+                await self._store.unbind(name)
         except UvimgError as exc:
             log.warning("a rendition could not be kept: %s", exc.detail)
 

@@ -33,6 +33,11 @@ Lane = Literal["uploads", "renditions"]
 # A worker imports libvips and tries every codec before it is ready: a third of a second on a quiet core.
 _START_TIMEOUT_S = 60.0
 _ABANDON_GRACE_S = 1.0
+# A replaced worker ends by itself when its socket does, unless it hangs in some library's last words.
+_FAREWELL_S = 5.0
+# A decoder that was taken over may not make the server hold whatever it likes.
+_MAX_HEAD_BYTES = 1 << 16
+_MAX_BODY_BYTES = 1 << 29
 # What a child needs to find its libraries; no secret of the server's environment reaches it.
 _PASSED_ON = (
     *("PATH", "HOME", "LANG", "LC_ALL", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE"),
@@ -71,29 +76,40 @@ class Pool:
 
     async def start(self) -> Ready:
         """Start every worker and say what they can do. WorkerDied when they cannot be started as configured."""
-        started = await asyncio.gather(
-            *(_start_worker(self._settings) for _ in range(self._settings.workers)), return_exceptions=True
-        )
-        for worker in started:
-            if isinstance(worker, _Worker):
-                self._welcome(worker)
-        for failure in started:
-            if isinstance(failure, BaseException):
-                await self.stop()
-                raise failure
-        return next(iter(self._workers)).ready
+
+        async def start_one() -> Ready:
+            worker = await _start_worker(self._settings)
+            self._welcome(worker)
+            return worker.ready
+
+        try:
+            # Every start comes to its end, also when one fails or we are cancelled: none is left to live on.
+            started = await asyncio.gather(
+                *(start_one() for _ in range(self._settings.workers)), return_exceptions=True
+            )
+            for outcome in started:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+        except BaseException:
+            await self.stop()
+            raise
+        assert isinstance(started[0], Ready)
+        return started[0]
 
     async def stop(self) -> None:
-        """Let no worker live on. Jobs in flight fail."""
+        """Let no worker live on. Jobs that wait or are in flight end as Overloaded."""
         self._stopping = True
+        for line in self._lanes.values():
+            while line:
+                waiting = line.popleft()
+                if not waiting.done():
+                    # Not cancelled: to those who wait that would look like their own cancellation.
+                    waiting.set_exception(Overloaded())
         for worker in list(self._workers):
             worker.kill()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, *(worker.exited() for worker in self._workers), return_exceptions=True)
-        for lane in self._lanes.values():
-            for waiting in lane:
-                waiting.cancel()
 
     async def run(self, job: Job, original: Content, lane: Lane) -> tuple[Inspected | Rendered, bytes]:
         """Have a job done. `original` is not used any more when this returns or raises.
@@ -101,9 +117,16 @@ class Pool:
         Raises Overloaded at once when the lane is full, TooSlow past the deadline, Undecodable and
         BeyondLimits for the image's own faults, WorkerFailed when two workers died of it.
         """
-        for _ in range(2):
-            worker = await self._take(lane)
-            work = asyncio.create_task(self._work(worker, worker.tell(job, original)))
+        assert isinstance(original, bytes) or original.start == 0, "a worker is given whole files"
+        for attempt in range(2):
+            worker = await self._take(lane, again=attempt > 0)
+            try:
+                # Here and not in the task: nothing may use `original` once a cancelled caller has gone.
+                told = worker.tell(job, original)
+            except BaseException:
+                worker.kill()
+                raise
+            work = asyncio.create_task(self._work(worker, told))
             try:
                 answer, body = await asyncio.shield(work)
             except asyncio.CancelledError:
@@ -129,26 +152,37 @@ class Pool:
     def pids(self) -> list[int]:
         return [worker.pid for worker in self._workers]
 
-    async def _take(self, lane: Lane) -> "_Worker":
-        """An idle worker, now or in turn. Whoever takes one hands it to `_work`, which gives it back."""
-        if self._idle:
-            return self._idle.popleft()
-        line = self._lanes[lane]
-        if len(line) >= self._settings.queue_limit or self._stopping:
+    async def _take(self, lane: Lane, *, again: bool) -> "_Worker":
+        """An idle worker, now or in turn. Whoever takes one hands it to `_work`, which gives it back.
+
+        `again` is for a job whose worker died: it has been admitted and has waited already.
+        """
+        if self._stopping:
             raise Overloaded()
+        while self._idle:
+            worker = self._idle.popleft()
+            if not worker.is_gone:
+                return worker
+        line = self._lanes[lane]
         future: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
-        line.append(future)
+        if again:
+            line.appendleft(future)
+        elif len(line) < self._settings.queue_limit:
+            line.append(future)
+        else:
+            raise Overloaded()
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 return await future
-        except TimeoutError:
-            raise Overloaded() from None
-        finally:
+        except BaseException as exc:
             if future in line:
                 line.remove(future)
-            elif future.done() and not future.cancelled() and sys.exc_info()[0] is not None:
+            elif not future.cancelled() and future.exception() is None:
                 # Handed a worker in the very moment in which the caller went.
                 self._offer(future.result())
+            if isinstance(exc, TimeoutError):
+                raise Overloaded() from None
+            raise
 
     def _offer(self, worker: "_Worker") -> None:
         """A free worker goes to who waits, uploads and renditions by turns, or is idle."""
@@ -185,7 +219,7 @@ class Pool:
             raise
         worker.spare()
         if worker.replaced:
-            worker.close()
+            worker.dismiss()
         else:
             if worker.jobs == worker.jobs_until_recycled:
                 self._keep(self._recycle(worker))
@@ -195,15 +229,21 @@ class Pool:
     async def _recycle(self, old: "_Worker") -> None:
         """A worker at the end of its count goes on until its successor is ready."""
         try:
-            self._welcome(await _start_worker(self._settings))
+            successor = await _start_worker(self._settings)
         except WorkerDied:
             log.error("a worker that was to replace another could not be started; the old one goes on")
             old.jobs = 0
             return
+        if old.dead:
+            # It could not wait, and its end has brought a successor too: now there is one too many.
+            successor.kill()
+            await successor.exited()
+            return
+        self._welcome(successor)
         old.replaced = True
         if old in self._idle:
             self._idle.remove(old)
-            old.close()
+            old.dismiss()
 
     def _welcome(self, worker: "_Worker") -> None:
         self._workers.add(worker)
@@ -237,12 +277,16 @@ class Pool:
 
 async def _settle(work: "asyncio.Task[tuple[Answer, bytes]]") -> None:
     """See a job to its end that nobody waits for any more."""
-    with contextlib.suppress(WorkerDied, UvimgError, asyncio.CancelledError):
+    try:
         await work
+    except (WorkerDied, UvimgError):
+        pass
+    except Exception:
+        log.exception("a job that nobody waited for any more failed")
 
 
 def _translate(refused: Refused) -> UvimgError:
-    if refused.kind == "limits":
+    if refused.kind in ("limits", "memory"):
         return BeyondLimits(refused.detail)
     return Undecodable(f"The image cannot be decoded: {refused.detail}.")
 
@@ -267,9 +311,24 @@ class _Worker:
     def pid(self) -> int:
         return self.process.pid
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended, also when the loop has not yet heard of it. For idle workers, which are silent."""
+        if self.dead:
+            return True
+        try:
+            return not self.raw.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def tell(self, job: Job, original: Content) -> bool:
         """Hand a job over, whole, in this call. False when the child has gone."""
         self.jobs += 1
+        if self.dead:
+            # Handed over, it died before its new holder came to it: the socket is closed, and uvloop raises on those.
+            return False
         if not isinstance(original, FilePart):
             self.writer.writelines((encode_frame(Request(job), len(original)), original))
             return True
@@ -297,8 +356,12 @@ class _Worker:
             self._executioner.cancel()
             self._executioner = None
 
+    def dismiss(self) -> None:
+        """Let the child end, as it does by itself when its socket does."""
+        self.close()
+        self.kill_later(_FAREWELL_S)
+
     def close(self) -> None:
-        """The child ends by itself when its socket does."""
         self.writer.close()
         self.raw.close()
 
@@ -311,7 +374,14 @@ class _Worker:
 
 
 async def _start_worker(settings: PoolSettings) -> _Worker:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    """A worker that has said that it is ready. WorkerDied when there is none to be had; nothing is left over then."""
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        raw = ours.dup()
+    except OSError as exc:
+        # Out of descriptors, say: tried again later, like whatever else keeps a worker from starting.
+        raise WorkerDied(f"there is no socket for an image worker: {exc.strerror}") from exc
+    raw.setblocking(False)
     told = {
         "socket_fd": theirs.fileno(),
         "parent_pid": os.getpid(),
@@ -319,37 +389,52 @@ async def _start_worker(settings: PoolSettings) -> _Worker:
         "sandbox": settings.sandbox,
         "allowed": settings.formats,
     }
-    with theirs:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "uvimg.imaging.worker", msgspec.json.encode(told).decode()),
-            pass_fds=(theirs.fileno(),),
-            stdin=asyncio.subprocess.DEVNULL,
-            env={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
-        )
-    raw = ours.dup()
-    raw.setblocking(False)
-    reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 22)
+    # Whatever of it there is, when this fails or is cancelled.
+    process: asyncio.subprocess.Process | None = None
+    end: socket.socket | asyncio.StreamWriter = ours
     try:
+        with theirs:
+            creating = asyncio.ensure_future(
+                asyncio.create_subprocess_exec(
+                    *(sys.executable, "-P", "-m", "uvimg.imaging.worker", msgspec.json.encode(told).decode()),
+                    pass_fds=(theirs.fileno(),),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    env={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
+                )
+            )
+            try:
+                process = await asyncio.shield(creating)
+            except asyncio.CancelledError:
+                # A matter of milliseconds, and then there is a process that can be seen off.
+                process = await creating
+                raise
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 22)
+        end = writer
         async with asyncio.timeout(_START_TIMEOUT_S):
             ready, _ = await _read_answer(reader)
         assert isinstance(ready, Ready)
         if settings.sandbox == "require" and "landlock" not in ready.confined_by:
             raise WorkerDied("sandbox is 'require', but this kernel has no Landlock to confine workers with")
-    except (EOFError, OSError, TimeoutError, WorkerDied, asyncio.CancelledError) as exc:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        writer.close()
+    except BaseException as exc:
+        end.close()
         raw.close()
-        await process.wait()
-        if isinstance(exc, WorkerDied | asyncio.CancelledError):
-            raise
-        raise WorkerDied("an image worker could not be started; its own message is above") from exc
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        if isinstance(exc, EOFError | OSError):
+            raise WorkerDied("an image worker could not be started; its own message is above") from exc
+        raise
     # Not all at the same moment: a tenth of the workers' count apart.
     until = round(settings.jobs_per_worker * random.uniform(0.9, 1.1)) or -1
     return _Worker(process, reader, writer, raw, ready, until)
 
 
 async def _read_answer(reader: asyncio.StreamReader) -> tuple[Answer, bytes]:
+    """An answer and its bytes. EOFError also for one that no honest worker gives."""
     head_size, size = PREFIX.unpack(await reader.readexactly(PREFIX.size))
+    if head_size > _MAX_HEAD_BYTES or size > _MAX_BODY_BYTES:
+        raise EOFError
     head = msgspec.msgpack.decode(await reader.readexactly(head_size), type=Answer)
     return head, await reader.readexactly(size)

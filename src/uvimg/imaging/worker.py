@@ -54,7 +54,7 @@ _LOADERS: dict[Format, str] = {
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What the parent says on the command line. `confine` is "auto", "require" or "off"."""
+    """What the parent says on the command line. `sandbox` is "auto", "require" or "off"."""
 
     socket_fd: int
     parent_pid: int
@@ -71,9 +71,12 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=settings.socket_fd)
     _set_up_libvips(settings.allowed)
+    # Looking into a profile takes a codec that Python imports on first use, which it cannot once confined. libvips
+    # in turn may only work once confined, for the threads that it starts then stay.
+    is_srgb_profile(b"")
     in_force: tuple[str, ...] = ()
     if settings.sandbox != "off":
-        in_force = confine(settings.memory_bytes, landlock=True)
+        in_force = confine(settings.memory_bytes)
     reads, writes = _try_out(settings.allowed)
     version = ".".join(str(pyvips.version(part)) for part in range(3))
     connection.sendall(encode_frame(Ready(version, reads, writes, in_force), 0))
@@ -123,14 +126,15 @@ def _receive(connection: socket.socket) -> tuple[Job, Original] | None:
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    rest = memoryview(data)
-    while rest:
-        received = connection.recv_into(rest)
-        if not received:
+    parts, missing = [], size
+    while missing:
+        # Nearly always one call: no second copy of a large original. A stopped process gets less.
+        part = connection.recv(missing, socket.MSG_WAITALL)
+        if not part:
             raise SystemExit(0)
-        rest = rest[received:]
-    return bytes(data)
+        parts.append(part)
+        missing -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _answer(job: Job, original: Original) -> tuple[Answer, bytes]:
@@ -141,13 +145,19 @@ def _answer(job: Job, original: Original) -> tuple[Answer, bytes]:
             case Render():
                 return _render(job.format, job.plan, original)
     except pyvips.Error as exc:
+        # libvips' own words, and libjpeg's.
+        if "out of memory" in str(exc) or "Insufficient memory" in str(exc):
+            return _NO_MEMORY, b""
         return Refused("undecodable", _first_line(exc)), b""
     except MemoryError:
-        return Refused("memory", "The image needs more memory than a worker has."), b""
+        return _NO_MEMORY, b""
     except Exception:
         # Our own bug: the log says where, the parent answers 500, and this process starts anew.
         traceback.print_exc()
         raise SystemExit(1) from None
+
+
+_NO_MEMORY = Refused("memory", "The image needs more memory than a worker has.")
 
 
 def _first_line(exc: pyvips.Error) -> str:
@@ -160,17 +170,20 @@ def _set_up_libvips(allowed: tuple[str, ...]) -> None:
     pyvips.cache_set_max(0)
     # One job has one core: the other cores have workers of their own.
     pyvips.concurrency_set(1)
+    # First all that is not trusted, then every loader: what follows lifts the block, of whichever kind, again.
+    pyvips.block_untrusted_set(True)
     pyvips.operation_block_set("VipsForeignLoad", True)
     for format in FORMATS:
         if format in allowed:
             pyvips.operation_block_set(_LOADERS[format], False)
-    if "svg" not in allowed:
-        pyvips.block_untrusted_set(True)
 
 
 def _try_out(allowed: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which formats this libvips reads and writes, found by doing it. It also loads what codecs load on first use."""
-    reads, writes = [], []
+    """Which formats this libvips reads and writes, found by doing it.
+
+    Called when confined, for that is how it will be done; what cannot be loaded then is no part of the answer.
+    """
+    writes = []
     image = pyvips.Image.black(16, 16, bands=3).copy(interpretation="srgb")
     samples: dict[str, bytes] = {"svg": b'<svg xmlns="http://www.w3.org/2000/svg" width="8" height="8"/>'}
     for format in OUTPUT_FORMATS:
@@ -179,11 +192,21 @@ def _try_out(allowed: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]
             writes.append(format)
     with contextlib.suppress(pyvips.Error):
         samples["tiff"] = image.tiffsave_buffer()
-    for name in allowed:
-        with contextlib.suppress(pyvips.Error, KeyError):
-            pyvips.Image.thumbnail_buffer(samples[name], 8, output_profile="srgb").avg()
-            reads.append(name)
+    reads = [name for name in FORMATS if name in allowed and name in samples and _can_read(name, samples[name])]
     return tuple(reads), tuple(writes)
+
+
+def _can_read(format: Format, sample: bytes) -> bool:
+    original = Original(sample, None, len(sample))
+    try:
+        if isinstance(_inspect(format, original, Limits()), Refused):
+            return False
+        for frame in _load(Load(8, 8, 1, scaled=True, managed=True, gray=False), original):
+            frame.avg()
+    except pyvips.Error:
+        return False
+    keep_only_pixels(sample, format)
+    return True
 
 
 def _inspect(format: Format, original: Original, limits: Limits) -> Inspected | Refused:
@@ -196,11 +219,18 @@ def _inspect(format: Format, original: Original, limits: Limits) -> Inspected | 
     progressive = "interlaced" in fields or ("jpeg-multiscan" in fields and image.get("jpeg-multiscan") == 1)
     if refused := _check_limits(width, height, frames, progressive, limits):
         return refused
-    if not 1 <= image.bands <= 5:
+    if not image.get("vips-loader").startswith("heifload" if format == "avif" else f"{format}load"):
+        return Refused("undecodable", f"it is no {format}")
+    colours = _CHANNELS.get(image.interpretation, 3)
+    if image.bands not in (colours, colours + 1):
         return Refused("undecodable", f"it has {image.bands} channels")
-    # A lossy header is no proof: decode all of it, strictly. JPEG at an eighth still reads every byte.
-    options = {"shrink": 8} if format == "jpeg" else {"n": -1} if frames > 1 else {}
+    # A lossy header is no proof: decode all of it, strictly. JPEG at an eighth still reads every byte, but
+    # libvips leaves nothing of a side that is shorter than the divisor.
+    shrink = next(divisor for divisor in (8, 4, 2, 1) if divisor <= min(width, height))
+    options = {"shrink": shrink} if format == "jpeg" else {"n": -1} if frames > 1 else {}
     pyvips.Image.new_from_source(original.source(), "", access="sequential", fail_on="error", **options).avg()
+    if format == "gif" and not _is_whole_gif(original.read(original.size)):
+        return Refused("undecodable", "it ends in the middle of a frame")
     icc = image.get("icc-profile-data") if "icc-profile-data" in fields else b""
     gray = image.interpretation in ("b-w", "grey16") and image.bands <= 2
     plain = (gray or image.interpretation == "srgb") and image.format == "uchar" and (not icc or is_srgb_profile(icc))
@@ -221,6 +251,18 @@ def _inspect(format: Format, original: Original, limits: Limits) -> Inspected | 
             progressive,
         )
     )
+
+
+def _is_whole_gif(data: bytes) -> bool:
+    """Whether a GIF goes on to its end. libvips leaves out a frame that is cut off, strict or not.
+
+    Only the trailer may be missing, as it is in some files that are otherwise all there.
+    """
+    return data.endswith(b";") or keep_only_pixels(data + b";", "gif") is not None
+
+
+# Without alpha; all the others have three.
+_CHANNELS = {"b-w": 1, "grey16": 1, "cmyk": 4}
 
 
 def _check_limits(width: int, height: int, frames: int, progressive: bool, limits: Limits) -> Refused | None:
