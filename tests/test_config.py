@@ -120,7 +120,7 @@ def test_a_file_is_judged_like_any_source(tmp_path: Path, text: str, told: str |
 
 
 def test_an_unknown_variable_of_ours_is_an_error_and_others_are_not() -> None:
-    with pytest.raises(ConfigError, match="unknown setting qualty .*UVIMG_QUALTY"):
+    with pytest.raises(ConfigError, match=r"unknown setting qualty .*UVIMG_QUALTY"):
         load({}, {"UVIMG_QUALTY": "3"})
     assert load({}, {"QUALITY": "3"}) == load({}, {})
 

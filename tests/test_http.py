@@ -459,7 +459,8 @@ def test_every_answer_says_nosniff_and_images_say_how_long_they_last(server: Ser
 
 def test_svg_is_served_locked_down_where_it_is_allowed(start_server: Callable[..., Server]) -> None:
     server = start_server(allowed_types="svg,jpeg")
-    svg = b'<svg xmlns="http://www.w3.org/2000/svg" width="40" height="20"><rect width="40" height="20" fill="red"/></svg>'
+    svg = b'<svg xmlns="http://www.w3.org/2000/svg" width="40" height="20"><rect width="40" height="20" fill="red"/>'
+    svg += b"</svg>"
     md5 = server.upload(svg)
     original = server.get(f"/{md5}?p=0")
     assert original.content == svg
@@ -547,6 +548,7 @@ def test_admin_deletes_as_zimg_does(server: Server) -> None:
     )
     assert "Command Failed." in server.get(f"/admin?md5={md5}&t=2").text
     assert "Command Failed." in server.get("/admin?md5=<script>&t=1").text
+    assert f"<p>MD5: {'0' * 32}</p>" in server.get(f"/admin?md5={'0' * 32}&t=1&md5={md5}").text
     assert "<script>" not in server.get("/admin?md5=<script>&t=1").text
     done = server.get(f"/admin?md5={md5}&t=1").text
     assert f"<h1>Admin Command Successful!</h1><p>MD5: {md5}</p> <p>Command Type: 1</p>" in done
@@ -560,6 +562,10 @@ def test_admin_deletes_as_zimg_does(server: Server) -> None:
         {"Sec-Fetch-Site": "same-site"},
         {"Origin": "https://evil.example"},
         {"Origin": "null"},
+        {"User-Agent": "Mozilla/5.0 (X11; Linux x86_64)"},
+        {"User-Agent": "Mozilla/5.0 (X11; Linux x86_64)", "Referer": "http://evil.example/127.0.0.1"},
+        {"Host": "rebound.example"},
+        {"Host": "rebound.example", "Sec-Fetch-Site": "same-origin", "Origin": "http://rebound.example"},
         {"X-Forwarded-For": "203.0.113.9"},
         {"X-Forwarded-For": "127.0.0.1"},
         {"Forwarded": "for=127.0.0.1"},
@@ -571,6 +577,18 @@ def test_deletes_from_another_site_or_through_an_unknown_proxy_are_forbidden(
     assert server.get(f"/admin?md5={photo_id}&t=1", headers=headers).status_code == 403
     assert server.http.delete(f"{server.url}/images/{photo_id}", headers=headers).status_code == 403
     assert server.get(f"/{photo_id}").status_code == 200
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "images.localhost", "[::1]"])
+def test_a_browser_may_delete_from_our_own_page(server: Server, host: str) -> None:
+    md5 = server.upload(make_photo(42))
+    headers = {"Host": f"{host}:{server.port}", "User-Agent": "Mozilla/5.0"}
+    for own in ({"Referer": f"http://{host}:{server.port}/admin"}, {"Sec-Fetch-Site": "same-origin"}):
+        assert server.get(f"/admin?md5={'1' * 32}&t=1", headers=headers | own).status_code == 200
+    answer = server.http.delete(
+        f"{server.url}/images/{md5}", headers=headers | {"Origin": f"http://{host}:{server.port}"}
+    )
+    assert answer.status_code == 204
 
 
 def test_rules_and_trusted_proxies_decide_who_may_do_what(

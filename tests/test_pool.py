@@ -116,7 +116,7 @@ def inspect(pool: Pool, data: bytes = PNG, format: Format = "png") -> Awaitable[
 
 
 def render(pool: Pool, width: int = 32) -> Awaitable[tuple[Inspected | Rendered, bytes]]:
-    load = Load(width, width * 3 // 4, 1, scaled=True, managed=False, gray=False)
+    load = Load(width, width * 3 // 4, 1, managed=False, gray=False)
     return pool.run(Render("png", Plan((load, Encode("jpeg", 75, 0)))), PNG, "renditions")
 
 
@@ -155,7 +155,7 @@ async def test_large_frames_travel_whole_both_ways(start_pool: StartPool) -> Non
     pool = await start_pool()
     data = bytes(corpus.photo(1500, 1500).pngsave_buffer(compression=0, keep="none"))
     assert len(data) > 6 << 20
-    load = Load(1500, 1500, 1, scaled=False, managed=False, gray=False)
+    load = Load(1500, 1500, 1, managed=False, gray=False)
     plan = Plan((load, Encode("png", 0, 0)))
     _, body = await pool.run(Render("png", plan), data, "renditions")
     assert len(body) > 6 << 20

@@ -19,8 +19,9 @@ def set_up(form: Literal["text", "json"], level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines() if form == "json" else _TextLines())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
-    # Its warnings about malformed requests are the client's business, and anybody can cause them.
-    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
+    # Their warnings about malformed requests are the client's business, and anybody can cause them.
+    for name in ("aiohttp.server", "python_multipart"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def make_access_log() -> AccessLog:
@@ -31,8 +32,8 @@ def make_access_log() -> AccessLog:
             "",
             extra={
                 "request": {
-                    "method": request.method,
-                    "target": request.target,
+                    "method": _printable(request.method),
+                    "target": _printable(request.target),
                     "status": response.status,
                     "bytes": response.size,
                     "ms": round(seconds * 1000, 2),
@@ -57,7 +58,7 @@ class _TextLines(logging.Formatter):
                 text += "\n" + self.formatException(record.exc_info)
             return f"{_timestamp(record)} {record.levelname} {text}"
         return (
-            f"{_timestamp(record)} {request['peer']} {_printable(request['method'])} {_printable(request['target'])} "
+            f"{_timestamp(record)} {request['peer']} {request['method']} {request['target']} "
             f"{request['status']} {request['bytes']} B {request['ms']:.2f} ms"
         )
 

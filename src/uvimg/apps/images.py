@@ -16,12 +16,11 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
-from urllib.parse import parse_qsl
 
 import msgspec
 
 from uvimg.cache import Cache
-from uvimg.core.access import AccessRules, Network, find_client, is_cross_site
+from uvimg.core.access import AccessRules, Network, find_client, is_cross_site, is_rebound
 from uvimg.core.address import Digest, image_name, original_of, rendition_name, renditions_prefix
 from uvimg.core.errors import (
     BadParameter,
@@ -41,7 +40,7 @@ from uvimg.core.formats import HEAD_BYTES, Format, media_type, recognise
 from uvimg.core.message import Content, FilePart, Request, Response
 from uvimg.core.negotiate import Failed, NotModified, Part, Unsatisfiable, choose_answer, http_date
 from uvimg.core.plan import Plan, Rules, Source, make_plan
-from uvimg.core.route import Describe, Options, Page, Params, Query, Remove, Show, Upload, face_of, route
+from uvimg.core.route import Describe, Options, Page, Params, Query, Remove, Show, Upload, face_of, read_fields, route
 from uvimg.imaging import Inspect, Inspected, Limits, Render, Rendered
 from uvimg.imaging.pool import Pool
 from uvimg.store import Incoming, Record, Store
@@ -433,8 +432,9 @@ class Images:
         return _json(_describe(record, image) if modern else {"ret": True, "info": _describe_as_zimg(record, image)})
 
     async def _remove(self, request: Request, query: Remove) -> Response:
-        if is_cross_site(request.headers):
-            raise Forbidden("A page of another site asked for this.")
+        client = find_client(request.peer, request.headers, self._settings.trusted_proxies)
+        if is_cross_site(request.headers) or is_rebound(client, request.headers):
+            raise Forbidden("A page of another site may have asked for this.")
         record = await self._store.record(image_name(query.image_id))
         if record is None:
             raise NotFound()
@@ -665,7 +665,7 @@ def _refuse(request: Request, error: UvimgError) -> Response:
 
 def _tell_command(outcome: str, query: str, reason: str = "") -> str:
     """zimg's answer to a command of its admin page."""
-    fields = dict(parse_qsl(query))
+    fields = read_fields(query)
     md5, command = (html.escape(fields.get(name, "")) for name in ("md5", "t"))
     return (
         f"<html><body><h1>Admin Command {outcome}!</h1>"

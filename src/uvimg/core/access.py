@@ -90,17 +90,33 @@ def is_cross_site(headers: Mapping[str, str]) -> bool:
     """Whether a browser says that another site made this request.
 
     Sec-Fetch-Site decides where it is there: no page can forge it, and it holds behind a proxy that rewrites
-    Host. Older browsers, and all of them over plain http, leave Origin, which must name this host, and leave
-    nothing with a GET.
+    Host. Older browsers, and all of them over plain http, leave Origin, which must name this host. With a GET
+    they leave not even that: then it takes a Referer from here, which a page can withhold but not forge.
     """
     site = headers.get("sec-fetch-site")
     if site is not None:
         return site not in ("none", "same-origin")
-    origin = headers.get("origin")
-    if origin is None:
+    page = headers.get("origin")
+    if page is None:
+        # Every browser calls itself so, and a page cannot change it.
+        if not headers.get("user-agent", "").startswith("Mozilla/"):
+            return False
+        page = headers.get("referer", "")
+    _, scheme, rest = page.partition("://")
+    return not scheme or rest.partition("/")[0].lower() != headers.get("host", "").lower()
+
+
+def is_rebound(client: Address | None, headers: Mapping[str, str]) -> bool:
+    """Whether this machine asks itself under a name that only the DNS can have given it.
+
+    A page whose name was made to point at 127.0.0.1 (DNS rebinding) is of the same site to the browser, and
+    its requests come from loopback; but its Host is neither an address nor localhost.
+    """
+    if client is None or not client.is_loopback:
         return False
-    _, scheme, host = origin.partition("://")
-    return not scheme or host.lower() != headers.get("host", "").lower()
+    host = headers.get("host", "")
+    name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    return _parse_address(host) is None and name.lower() != "localhost" and not name.lower().endswith(".localhost")
 
 
 # RFC 7239 4: name=value pairs joined by ";", elements by ",", where a quoted value may hold either.

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
@@ -147,6 +148,7 @@ def _date(field: str | None) -> int | None:
     return int(at.timestamp())
 
 
+@lru_cache(1024)
 def http_date(posix_s: int) -> str:
     """IMF-fixdate (RFC 9110 5.6.7)."""
     at = datetime.fromtimestamp(posix_s, UTC)

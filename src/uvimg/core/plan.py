@@ -63,7 +63,6 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     width: int
     height: int
     frames: int
-    scaled: bool
     managed: bool
     gray: bool
 
@@ -170,7 +169,6 @@ def make_plan(params: Params, source: Source, size: int, rules: Rules) -> Plan:
         Load(
             *load,
             frames=_count_frames(source, format, max(load[0] * load[1], width * height), rules),
-            scaled=load != source.upright_size,
             managed=source.managed,
             gray=source.gray,
         )

@@ -126,7 +126,7 @@ def _route_zimg(method: str, path: str, query: str) -> Query:
         case "/upload":
             return _choose(method, {"POST": Upload()})
         case "/info":
-            return _choose(method, {"GET": Describe(parse_id(_fields(query).get("md5", "")))})
+            return _choose(method, {"GET": Describe(parse_id(read_fields(query).get("md5", "")))})
         case "/admin":
             return _route_admin(method, query)
         case "/echo":
@@ -143,7 +143,7 @@ def _route_zimg(method: str, path: str, query: str) -> Query:
 
 def _route_admin(method: str, query: str) -> Query:
     page = _choose(method, {"GET": Page("admin")})
-    if isinstance(page, Options) or not (fields := _fields(query)):
+    if isinstance(page, Options) or not (fields := read_fields(query)):
         return page
     image_id = parse_id(fields.get("md5", ""))
     if image_id is None:
@@ -172,7 +172,7 @@ def _choose(method: str, choices: dict[str, Query | None]) -> Query:
 _INTEGER = re.compile(r"-?\d{1,9}", re.ASCII)
 
 
-def _fields(query: str) -> dict[str, str]:
+def read_fields(query: str) -> dict[str, str]:
     """The query's fields, the first of each name, as zimg took them; empty ones count as not given."""
     if not query:
         return {}
@@ -188,7 +188,7 @@ def _fields(query: str) -> dict[str, str]:
 
 def _parse_params(query: str, extension: str | None) -> Params:
     """The parameters of an image. Unknown ones are ignored and make no rendition of their own."""
-    fields = _fields(query)
+    fields = read_fields(query)
     if not fields and extension is None:
         return _BARE
     return Params(

@@ -201,7 +201,7 @@ def _can_read(format: Format, sample: bytes) -> bool:
     try:
         if isinstance(_inspect(format, original, Limits()), Refused):
             return False
-        for frame in _load(Load(8, 8, 1, scaled=True, managed=True, gray=False), original):
+        for frame in _load(Load(8, 8, 1, managed=True, gray=False), original):
             frame.avg()
     except pyvips.Error:
         return False
