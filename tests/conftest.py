@@ -84,21 +84,38 @@ def decode(data: bytes) -> Any:
         return pyvips.Image.new_from_buffer(data, "")
 
 
+# A module that says EVERY_FRONT_END = True has each of its tests run against all of these.
+FRONT_ENDS = [("aiohttp", "uvloop"), ("streams", "uvloop"), ("streams", "asyncio")]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "front_end" in metafunc.fixturenames and getattr(metafunc.module, "EVERY_FRONT_END", False):
+        names = ["-".join(pair) for pair in FRONT_ENDS]
+        metafunc.parametrize("front_end", FRONT_ENDS, indirect=True, ids=names, scope="session")
+
+
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def front_end(request: pytest.FixtureRequest) -> dict[str, str]:
+    """The settings that choose what speaks HTTP."""
+    chosen, loop = getattr(request, "param", FRONT_ENDS[0])
+    return {"front_end": chosen, "loop": loop}
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, front_end: dict[str, str]) -> Iterator[Server]:
     """One server with the default settings for all tests that leave it as they found it."""
-    running = Server(tmp_path_factory.mktemp("server"))
+    running = Server(tmp_path_factory.mktemp("server"), **front_end)
     yield running
     running.kill()
 
 
 @pytest.fixture
-def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+def start_server(tmp_path: Path, front_end: dict[str, str]) -> Iterator[Callable[..., Server]]:
     """Starts servers of the test's own; several share one store unless told otherwise."""
     started: list[Server] = []
 
     def start(**settings: Any) -> Server:
-        started.append(Server(tmp_path, **settings))
+        started.append(Server(tmp_path, **{**front_end, **settings}))
         return started[-1]
 
     yield start

@@ -17,8 +17,10 @@ import pytest
 from bench import corpus
 from tests.conftest import Server, decode
 
+EVERY_FRONT_END = True
 
-@pytest.fixture(scope="module")
+
+@pytest.fixture
 def photo_id(server: Server, zimg_photo: bytes) -> str:
     return server.upload(zimg_photo)
 

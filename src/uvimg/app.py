@@ -14,8 +14,6 @@ from importlib import resources
 from pathlib import Path
 from typing import cast
 
-from aiohttp import web
-
 from uvimg import __version__, config, logs
 from uvimg.apps.images import Images, ImagesSettings, weigh
 from uvimg.cache import Cache
@@ -27,9 +25,18 @@ from uvimg.imaging import Limits, Ready
 from uvimg.imaging.pool import Pool, PoolSettings
 from uvimg.service import Service
 from uvimg.store import open_store
-from uvimg.web.aiohttp import make_server
+from uvimg.web import FrontEnd, WebSettings
+from uvimg.web.aiohttp import AiohttpFrontEnd
+from uvimg.web.listen import open_listeners
+from uvimg.web.streams import StreamsFrontEnd
 
 log = logging.getLogger("uvimg")
+
+
+_FRONT_ENDS: dict[str, Callable[[Service, WebSettings], FrontEnd]] = {
+    "aiohttp": AiohttpFrontEnd,
+    "streams": StreamsFrontEnd,
+}
 
 
 class CannotStart(Exception):
@@ -48,23 +55,19 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with start_service(settings) as (service, ready):
-        server = make_server(service, keepalive_s=settings.keepalive_s)
-        runner = web.ServerRunner(server, shutdown_timeout=settings.grace_s)
-        await runner.setup()
+        front_end = _FRONT_ENDS[settings.front_end](service, _web_settings(settings))
         try:
-            site = web.TCPSite(runner, settings.host, settings.port, backlog=settings.backlog)
-            try:
-                await site.start()
-            except (OSError, OverflowError) as exc:
-                code = getattr(exc, "errno", None) or 0
-                # asyncio says the address once more; a name that is not found has a text of its own, below 0.
-                reason = os.strerror(code) if code > 0 else exc
-                raise CannotStart(f"cannot listen on {settings.host} port {settings.port}: {reason}") from exc
-            announce(_describe(settings, _bound_port(runner), ready))
+            listeners = open_listeners(settings.host, settings.port, settings.backlog)
+        except OSError as exc:
+            raise CannotStart(f"cannot listen on {settings.host} port {settings.port}: {exc.strerror}") from exc
+        port = listeners[0].getsockname()[1]
+        await front_end.start(listeners)
+        try:
+            announce(_describe(settings, port, ready))
             await stop.wait()
             log.info("stopping: requests in flight have %g s", settings.grace_s)
         finally:
-            await runner.cleanup()
+            await front_end.stop()
     log.info("stopped")
 
 
@@ -104,6 +107,15 @@ def _pool_settings(settings: Settings) -> PoolSettings:
         jobs_per_worker=settings.worker_jobs,
         sandbox=settings.sandbox,
         formats=cast(tuple[Format, ...], settings.allowed_types),
+    )
+
+
+def _web_settings(settings: Settings) -> WebSettings:
+    return WebSettings(
+        keepalive_s=settings.keepalive_s,
+        grace_s=settings.grace_s,
+        backlog=settings.backlog,
+        max_connections=settings.max_connections,
     )
 
 
@@ -147,10 +159,6 @@ def _read_page(name: str, path: str) -> bytes:
     if path:
         return Path(path).read_bytes()
     return resources.files("uvimg.web.page").joinpath(name).read_bytes()
-
-
-def _bound_port(runner: web.ServerRunner) -> int:
-    return int(runner.addresses[0][1])
 
 
 def _describe(settings: Settings, port: int, ready: Ready) -> str:

@@ -60,7 +60,8 @@ def _serve(settings: Settings) -> int:
     from uvimg.imaging.pool import WorkerDied
 
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        make_loop = uvloop.new_event_loop if settings.loop == "uvloop" else asyncio.new_event_loop
+        with asyncio.Runner(loop_factory=make_loop) as runner:
             runner.run(serve(settings, lambda line: print(line, flush=True)))
     except (CannotStart, WorkerDied) as exc:
         return _complain(str(exc), 1)

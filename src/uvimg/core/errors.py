@@ -91,6 +91,11 @@ class TooLarge(UvimgError):
     code = 7
 
 
+class TargetTooLong(UvimgError):
+    status = 414
+    sentence = "The request target is longer than is read here."
+
+
 class UnsupportedType(UvimgError):
     status = 415
     sentence = "This is not an image of a type that is taken here."
@@ -124,8 +129,18 @@ class BeyondLimits(UvimgError):
     code = 7
 
 
+class HeadTooLarge(UvimgError):
+    status = 431
+    sentence = "The request's head is larger than is read here."
+
+
 class WorkerFailed(UvimgError):
     sentence = "The image could not be worked on: its worker stopped, twice."
+
+
+class NotImplementedHere(UvimgError):
+    status = 501
+    sentence = "That is not known here."
 
 
 class Overloaded(UvimgError):
@@ -150,6 +165,11 @@ class StoreDown(UvimgError):
 
     def __init__(self, detail: str = "") -> None:
         super().__init__(detail, headers={"Retry-After": "5"})
+
+
+class VersionNotSupported(UvimgError):
+    status = 505
+    sentence = "HTTP/1.1 and HTTP/1.0 are spoken here."
 
 
 class StoreFull(UvimgError):

@@ -1,1 +1,24 @@
 """Front-ends: bytes on a socket ↔ Request and Response. They translate, no more."""
+
+import socket
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class WebSettings:
+    """The configuration as front-ends see it. Times in seconds; `grace_s` is for requests in flight at the end."""
+
+    keepalive_s: float
+    grace_s: float
+    backlog: int
+    max_connections: int
+
+
+class FrontEnd(Protocol):
+    """Serves one service on listening sockets that are its own from `start` on."""
+
+    async def start(self, listeners: list[socket.socket]) -> None: ...
+
+    async def stop(self) -> None:
+        """Accept nobody else, finish what is in flight within the grace, then close everything."""

@@ -6,6 +6,7 @@ really wants the body; and a body that nobody read to its end closes the connect
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator
 
 from aiohttp import ClientError, web
@@ -14,6 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from uvimg.core.errors import BadRequest, ExpectationFailed, RequestTimeout
 from uvimg.core.message import FilePart, Request, Response, fold_headers, split_target
 from uvimg.service import Service
+from uvimg.web import WebSettings
 
 # A body must come at this rate after a start that is free: slower ones only hold a place.
 _BODY_START_S = 20.0
@@ -23,30 +25,41 @@ _PIECE_BYTES = 262_144
 _READ_AT_ONCE_BYTES = 1 << 20
 
 
-def make_server(service: Service, *, keepalive_s: float) -> web.Server:
-    """A server of `service` for `aiohttp.web.ServerRunner`."""
+class AiohttpFrontEnd:
+    """See `FrontEnd`."""
 
-    async def handle(incoming: web.BaseRequest) -> web.StreamResponse:
+    def __init__(self, service: Service, settings: WebSettings) -> None:
+        self._service, self._settings = service, settings
+        server = web.Server(
+            self._handle,
+            # A client that goes away frees what works for it.
+            handler_cancellation=True,
+            keepalive_timeout=settings.keepalive_s,
+            # An image is no text: a body that says it is compressed is taken as it is, and refused.
+            auto_decompress=False,
+            lingering_time=2.0,
+            # Ours says the same for every front-end.
+            access_log=None,
+        )
+        self._runner = web.ServerRunner(server, shutdown_timeout=settings.grace_s)
+
+    async def start(self, listeners: list[socket.socket]) -> None:
+        await self._runner.setup()
+        for listener in listeners:
+            await web.SockSite(self._runner, listener, backlog=self._settings.backlog).start()
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    async def _handle(self, incoming: web.BaseRequest) -> web.StreamResponse:
         request = _translate(incoming)
-        response = service.try_now(request)
+        response = self._service.try_now(request)
         if response is None:
-            response = await service.handle(request)
+            response = await self._service.handle(request)
         try:
             return await _send(incoming, response)
         finally:
             response.release()
-
-    return web.Server(
-        handle,
-        # A client that goes away frees what works for it.
-        handler_cancellation=True,
-        keepalive_timeout=keepalive_s,
-        # An image is no text: a body that says it is compressed is taken as it is, and refused.
-        auto_decompress=False,
-        lingering_time=2.0,
-        # Ours says the same for every front-end.
-        access_log=None,
-    )
 
 
 def _translate(incoming: web.BaseRequest) -> Request:

@@ -1,0 +1,237 @@
+"""HTTP/1.1 on the wire, as pure functions: head bytes → Head, Response → head bytes, chunks → data.
+
+Strict where RFC 9112 allows it: what two parsers could read in two ways is refused, for a proxy in front
+may have read it the other way (request smuggling). Sizes are the front-ends' to watch while bytes come in;
+here stands how much is too much.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from http import HTTPStatus
+
+from uvimg.core.errors import (
+    BadRequest,
+    ExpectationFailed,
+    HeadTooLarge,
+    NotImplementedHere,
+    TargetTooLong,
+    UvimgError,
+    VersionNotSupported,
+)
+from uvimg.core.message import Response, split_target
+
+MAX_HEAD_BYTES = 65_536
+MAX_TARGET_BYTES = 16_384
+MAX_FIELDS = 100
+# Chunk extensions and trailers of one message, which say nothing to us.
+MAX_CHUNK_EXTRA_BYTES = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A request's head. `length` is the body's size in bytes, None when it comes in chunks."""
+
+    method: str
+    target: str
+    path: str
+    query: str
+    headers: Mapping[str, str]
+    length: int | None
+    keep_alive: bool
+    expects_continue: bool
+    # HTTP/1.0 keeps a connection only when it is told so.
+    is_1_0: bool
+
+    @property
+    def has_body(self) -> bool:
+        return self.length != 0
+
+
+_REQUEST_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}) ([!-~]+) HTTP/(\d)\.(\d)")
+_FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)")
+# RFC 3986 3.2.2: a name or address and a port; nothing that a URL's other parts could hide in.
+_HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(?::\d{0,5})?")
+_ONCE = frozenset({"host", "content-length", "transfer-encoding", "expect", "range", "content-type"})
+
+
+# Clients repeat themselves to the byte, and parsing is a pure function of the bytes: what is remembered of it
+# is right for ever. Long heads are an attack on the memory.
+_LONGEST_KNOWN = 1024
+
+
+def parse_head(data: bytes) -> Head:
+    """The head that ends with the blank line at the end of `data`. Raises an UvimgError with its status."""
+    return _parse_known(data) if len(data) <= _LONGEST_KNOWN else _parse(data)
+
+
+def _parse(data: bytes) -> Head:
+    request_line, _, rest = data.partition(b"\r\n")
+    found = _REQUEST_LINE.fullmatch(request_line)
+    if len(request_line) > MAX_TARGET_BYTES:
+        raise TargetTooLong()
+    if found is None:
+        raise BadRequest("The request line is malformed.")
+    method, target = found[1].decode(), found[2].decode()
+    if found[3] != b"1" or found[4] not in (b"0", b"1"):
+        raise VersionNotSupported()
+    is_1_0 = found[4] == b"0"
+    headers = _parse_fields(rest)
+    host = headers.get("host")
+    if (host is None and not is_1_0) or (host is not None and not _HOST.fullmatch(host)) or host == "":
+        raise BadRequest("There must be exactly one Host with a valid value.")
+    if not (target.startswith("/") or _is_absolute(target) or (target == "*" and method == "OPTIONS")):
+        raise BadRequest("The request target is neither a path nor an absolute address.")
+    expect = headers.get("expect", "").lower()
+    if expect not in ("", "100-continue"):
+        raise ExpectationFailed()
+    path, query = split_target(target)
+    connection = {token.strip().lower() for token in headers.get("connection", "").split(",")}
+    return Head(
+        method,
+        target,
+        path,
+        query,
+        headers,
+        _parse_length(headers, is_1_0=is_1_0),
+        "keep-alive" in connection if is_1_0 else "close" not in connection,
+        bool(expect) and not is_1_0,
+        is_1_0,
+    )
+
+
+_parse_known = lru_cache(8192)(_parse)
+
+
+def _is_absolute(target: str) -> bool:
+    return target[:7].lower() == "http://" or target[:8].lower() == "https://"
+
+
+def _parse_fields(data: bytes) -> dict[str, str]:
+    """The header fields, names in lower case; those that may come once have come once."""
+    lines = data.removesuffix(b"\r\n\r\n").removesuffix(b"\r\n").split(b"\r\n") if data != b"\r\n" else []
+    if len(lines) > MAX_FIELDS:
+        raise HeadTooLarge()
+    headers: dict[str, str] = {}
+    for line in lines:
+        found = _FIELD.fullmatch(line)
+        if found is None:
+            # Also a folded line, a space before the colon, a lone CR or LF.
+            raise BadRequest("A header field is malformed.")
+        name, value = found[1].decode().lower(), found[2].decode("latin-1").rstrip(" \t")
+        if name not in headers:
+            headers[name] = value
+        elif name in _ONCE:
+            raise BadRequest(f"The header field {name} came more than once.")
+        else:
+            headers[name] = f"{headers[name]}, {value}"
+    return headers
+
+
+def _parse_length(headers: Mapping[str, str], *, is_1_0: bool) -> int | None:
+    """The size of the body (RFC 9112 6.3)."""
+    coding, length = headers.get("transfer-encoding"), headers.get("content-length")
+    if coding is not None:
+        if length is not None or is_1_0:
+            raise BadRequest("Transfer-Encoding stands beside Content-Length, or in HTTP/1.0.")
+        if coding.lower() != "chunked":
+            raise NotImplementedHere("The only transfer coding that is known here is chunked.")
+        return None
+    if length is None:
+        return 0
+    if not re.fullmatch(r"\d{1,19}", length, re.ASCII):
+        raise BadRequest("Content-Length is no number.")
+    return int(length)
+
+
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[^\x00-\x08\x0a-\x1f\x7f]*)?")
+_LONGEST_LINE = 4096
+
+
+class Chunks:
+    """A chunked body (RFC 9112 7.1), without the socket: bytes in, data out."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+        self._left = 0
+        self._extra = 0
+        self._state = "size"
+        # Behind the last chunk: the bytes that belong to the next request.
+        self.rest: bytes | None = None
+
+    def feed(self, data: bytes) -> bytes:
+        """The data in these bytes. When the body has ended, `rest` is what came behind it."""
+        data, at = self._buffer + data, 0
+        out: list[bytes] = []
+        # By position, not by cutting: a body of tiny chunks would be copied again for each of them.
+        while at < len(data):
+            if self._state == "data":
+                piece = data[at : at + self._left]
+                out.append(piece)
+                at += len(piece)
+                self._left -= len(piece)
+                if not self._left:
+                    self._state = "end"
+                continue
+            end = data.find(b"\r\n", at, at + _LONGEST_LINE + 2)
+            if end < 0:
+                if len(data) - at > _LONGEST_LINE + 1:
+                    raise BadRequest("A chunk's size line, or a trailer, is too long.")
+                break
+            line, at = data[at:end], end + 2
+            if self._take_line(line):
+                self.rest = data[at:]
+                break
+        self._buffer = b"" if self.rest is not None else data[at:]
+        return b"".join(out)
+
+    def _take_line(self, line: bytes) -> bool:
+        """A line between the data; whether it was the last of all."""
+        if self._state == "end":
+            if line:
+                raise BadRequest("A chunk is longer than its size.")
+            self._state = "size"
+            return False
+        if self._state == "size":
+            found = _SIZE_LINE.fullmatch(line)
+            if found is None:
+                raise BadRequest("A chunk's size is malformed.")
+            self._left = int(found[1], 16)
+            self._state = "data" if self._left else "trailer"
+            # The size itself is no extra.
+            self._extra += len(line) - len(found[1])
+        elif not line:
+            return True
+        elif _FIELD.fullmatch(line):
+            self._extra += len(line)
+        else:
+            raise BadRequest("A trailer is malformed.")
+        if self._extra > MAX_CHUNK_EXTRA_BYTES:
+            raise BadRequest("The chunks' extensions and trailers are too long.")
+        return False
+
+
+def encode_head(response: Response, date: str, *, keep_alive: bool, is_1_0: bool = False) -> bytes:
+    """The status line and the header fields of an answer, up to the blank line."""
+    status = response.status
+    lines = [_STATUS_LINES[status], f"Date: {date}\r\nServer: uvimg\r\n"]
+    lines += [f"{name}: {value}\r\n" for name, value in response.headers.items()]
+    # 304 and 204 have no body by their nature (RFC 9110 8.6).
+    if status not in (204, 304):
+        lines.append(f"Content-Length: {response.size}\r\n")
+    if not keep_alive:
+        lines.append("Connection: close\r\n")
+    elif is_1_0:
+        lines.append("Connection: keep-alive\r\n")
+    lines.append("\r\n")
+    return "".join(lines).encode("latin-1", "replace")
+
+
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
+
+
+def refuse_head(error: UvimgError) -> Response:
+    """The answer to a head that is none: no app can tell it, for nobody knows whose it is."""
+    text = f"{error.status} {error.title}: {error.detail}\n"
+    return Response(error.status, {"Content-Type": "text/plain; charset=utf-8", **error.headers}, text.encode())

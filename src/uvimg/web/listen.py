@@ -1,0 +1,28 @@
+"""Listening sockets, opened before any front-end knows of them."""
+
+import socket
+
+
+def open_listeners(host: str, port: int, backlog: int) -> list[socket.socket]:
+    """A socket for each address that `host` stands for. OSError when one cannot be had; then none is left open.
+
+    With port 0 all of them listen on the same free port.
+    """
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    listeners: list[socket.socket] = []
+    try:
+        for family, _, _, _, address in dict.fromkeys(found):
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listeners.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                # Else [::] takes IPv4 as well, and 0.0.0.0 beside it fails.
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind((address[0], port, *address[2:]))
+            listener.listen(backlog)
+            port = listener.getsockname()[1]
+    except BaseException:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners

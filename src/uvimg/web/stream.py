@@ -1,0 +1,145 @@
+"""A socket as a stream, in curio's manner: read, read_until, write, async with, async for.
+
+Thin over the loop's watching of sockets, so it runs on uvloop and on asyncio alike. The socket is watched
+for as long as the stream lives (adding and removing it for every read costs two system calls a request),
+and not while as much is read ahead as may be: back-pressure is the socket's own.
+"""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import Self
+
+_PIECE_BYTES = 65_536
+_MAX_AHEAD_BYTES = 131_072
+
+
+class TooLong(Exception):
+    """What was looked for did not come within the limit. `read` are the bytes so far."""
+
+    def __init__(self, read: bytes) -> None:
+        super().__init__()
+        self.read = read
+
+
+class Stream:
+    """One connection. Reads and writes raise OSError when it breaks."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._loop = asyncio.get_running_loop()
+        self._buffer = b""
+        self._ended = False
+        self._broken: OSError | None = None
+        self._watched = False
+        # Who waits for bytes, and who for the end.
+        self._waiting: list[asyncio.Future[None]] = []
+        self._watch()
+
+    async def read(self, most: int = _PIECE_BYTES) -> bytes:
+        """Some bytes, at least one and at most `most`; none at the end."""
+        while not self._buffer:
+            if self._ended:
+                return self._at_end()
+            await self._change()
+        piece, self._buffer = self._buffer[:most], self._buffer[most:]
+        self._watch()
+        return piece
+
+    async def read_until(self, mark: bytes, limit: int) -> bytes:
+        """The bytes up to and with `mark`; none at the end. TooLong past `limit`, EOFError when it ends before."""
+        seen = 0
+        while (end := self._buffer.find(mark, seen)) < 0:
+            if len(self._buffer) > limit:
+                raise TooLong(self._buffer)
+            if self._ended:
+                if self._buffer:
+                    raise EOFError
+                return self._at_end()
+            # The mark may have come in half.
+            seen = max(0, len(self._buffer) - len(mark) + 1)
+            await self._change()
+        end += len(mark)
+        if end > limit:
+            raise TooLong(self._buffer)
+        found, self._buffer = self._buffer[:end], self._buffer[end:]
+        self._watch()
+        return found
+
+    def unread(self, data: bytes) -> None:
+        """Put bytes back that belong to whoever reads next."""
+        self._buffer = data + self._buffer
+
+    async def gone(self) -> None:
+        """Returns when the peer has ended its side; it is not seen while more than may be read ahead has come."""
+        while not self._ended:
+            await self._change()
+
+    async def write(self, data: bytes) -> None:
+        """All of the bytes, as fast as the peer takes them."""
+        try:
+            # Nearly always there is room, and then the loop need not hear of it.
+            sent = self._socket.send(data)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
+            await self._loop.sock_sendall(self._socket, memoryview(data)[sent:])
+
+    def end(self) -> None:
+        """No more will be written; the peer may still be read."""
+        self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        if self._watched:
+            self._loop.remove_reader(self._socket)
+        self._ended, self._watched = True, False
+        self._socket.close()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while piece := await self.read():
+            yield piece
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def _at_end(self) -> bytes:
+        if self._broken is not None:
+            raise self._broken
+        return b""
+
+    async def _change(self) -> None:
+        """Wait until something has come, the end included."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._waiting.append(future)
+        try:
+            await future
+        finally:
+            if future in self._waiting:
+                self._waiting.remove(future)
+
+    def _watch(self) -> None:
+        if not self._watched and not self._ended and len(self._buffer) < _MAX_AHEAD_BYTES:
+            self._loop.add_reader(self._socket, self._take)
+            self._watched = True
+
+    def _take(self) -> None:
+        """The socket has something to be read."""
+        try:
+            data = self._socket.recv(_PIECE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as exc:
+            self._broken, data = exc, b""
+        self._buffer += data
+        self._ended = not data
+        if self._ended or len(self._buffer) >= _MAX_AHEAD_BYTES:
+            self._loop.remove_reader(self._socket)
+            self._watched = False
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)
+        self._waiting.clear()
