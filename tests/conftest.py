@@ -85,7 +85,7 @@ def decode(data: bytes) -> Any:
 
 
 # A module that says EVERY_FRONT_END = True has each of its tests run against all of these.
-FRONT_ENDS = [("aiohttp", "uvloop"), ("streams", "uvloop"), ("streams", "asyncio")]
+FRONT_ENDS = [("aiohttp", "uvloop"), ("streams", "uvloop"), ("transport", "uvloop"), ("transport", "asyncio")]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -29,6 +29,7 @@ from uvimg.web import FrontEnd, WebSettings
 from uvimg.web.aiohttp import AiohttpFrontEnd
 from uvimg.web.listen import open_listeners
 from uvimg.web.streams import StreamsFrontEnd
+from uvimg.web.transport import TransportFrontEnd
 
 log = logging.getLogger("uvimg")
 
@@ -36,6 +37,7 @@ log = logging.getLogger("uvimg")
 _FRONT_ENDS: dict[str, Callable[[Service, WebSettings], FrontEnd]] = {
     "aiohttp": AiohttpFrontEnd,
     "streams": StreamsFrontEnd,
+    "transport": TransportFrontEnd,
 }
 
 

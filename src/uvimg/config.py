@@ -154,10 +154,10 @@ class Settings:
     )
     host: str = _setting("127.0.0.1", _SERVER, "Address to listen on; 0.0.0.0 or :: is every interface.")
     port: int = _setting(4869, _SERVER, "Port to listen on; 0 takes a free one.", low=0, high=65_535)
-    front_end: Literal["aiohttp", "streams"] = _setting("aiohttp", _SERVER, "What speaks HTTP.")
+    front_end: Literal["aiohttp", "streams", "transport"] = _setting("aiohttp", _SERVER, "What speaks HTTP.")
     loop: Literal["uvloop", "asyncio"] = _setting("uvloop", _SERVER, "The event loop it runs on.")
     max_connections: int = _setting(
-        20_000, _SERVER, "Connections at a time, where the front-end counts them (streams); more are closed.", low=1
+        20_000, _SERVER, "Connections at a time, where the front-end counts them (not aiohttp); more are closed.", low=1
     )
     backlog: int = _setting(
         4096, _SERVER, "Connections the kernel may hold until they are accepted.", low=1, high=65_535

@@ -28,6 +28,17 @@ MAX_FIELDS = 100
 # Chunk extensions and trailers of one message, which say nothing to us.
 MAX_CHUNK_EXTRA_BYTES = 16_384
 
+# Deadlines are absolute, not per read: a client that drips bytes gains nothing by it.
+# From a head's first byte to its last.
+HEAD_S = 15.0
+# A body must come at this rate after a start that is free: slower ones only hold a place.
+BODY_START_S = 20.0
+BODY_BYTES_PER_S = 1024
+# A client that takes nothing for so long does not want its answer.
+WRITE_STALL_S = 15.0
+# After a refusal its body is read for so long, so that closing does not destroy the answer on its way.
+LINGER_S = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class Head:

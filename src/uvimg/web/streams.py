@@ -15,7 +15,20 @@ from collections.abc import AsyncIterator
 from typing import Self
 
 from uvimg.core.errors import BadRequest, HeadTooLarge, RequestTimeout, TargetTooLong, UvimgError
-from uvimg.core.http1 import MAX_HEAD_BYTES, MAX_TARGET_BYTES, Chunks, Head, encode_head, parse_head, refuse_head
+from uvimg.core.http1 import (
+    BODY_BYTES_PER_S,
+    BODY_START_S,
+    HEAD_S,
+    LINGER_S,
+    MAX_HEAD_BYTES,
+    MAX_TARGET_BYTES,
+    WRITE_STALL_S,
+    Chunks,
+    Head,
+    encode_head,
+    parse_head,
+    refuse_head,
+)
 from uvimg.core.message import FilePart, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.service import Service
@@ -24,15 +37,6 @@ from uvimg.web.stream import Stream, TooLong
 
 log = logging.getLogger("uvimg.web")
 
-# From a head's first byte to its last.
-_HEAD_S = 15.0
-# A body must come at this rate after a start that is free: slower ones only hold a place.
-_BODY_START_S = 20.0
-_BODY_BYTES_PER_S = 1024
-# A client that takes nothing for so long does not want its answer.
-_WRITE_STALL_S = 15.0
-# After a refusal its body is read for so long, so that closing does not destroy the answer on its way.
-_LINGER_S = 2.0
 # Files are sent in such pieces. A large one is read in a thread: a disk may take its time.
 _PIECE_BYTES = 262_144
 _READ_AT_ONCE_BYTES = 1 << 20
@@ -162,7 +166,7 @@ class _Conversation:
         self.idle = False
         stream.unread(first)
         try:
-            with self.within(_HEAD_S):
+            with self.within(HEAD_S):
                 return await stream.read_until(b"\r\n\r\n", MAX_HEAD_BYTES)
         except TooLong as exc:
             line = exc.read.partition(b"\r\n")[0]
@@ -223,7 +227,7 @@ class _Conversation:
         if head is not None and head.method == "HEAD":
             body = b""
         if not isinstance(body, FilePart):
-            with self.within(_WRITE_STALL_S + len(body) / _BODY_BYTES_PER_S):
+            with self.within(WRITE_STALL_S + len(body) / BODY_BYTES_PER_S):
                 await stream.write(start + body)
             return
         for at in range(0, max(body.size, 1), _PIECE_BYTES):
@@ -232,14 +236,14 @@ class _Conversation:
                 piece = os.pread(body.file.fileno(), size, place)
             else:
                 piece = await asyncio.to_thread(os.pread, body.file.fileno(), size, place)
-            with self.within(_WRITE_STALL_S):
+            with self.within(WRITE_STALL_S):
                 await stream.write(start + piece)
             start = b""
 
     async def _linger(self, stream: Stream) -> None:
         stream.end()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LINGER_S):
+            async with asyncio.timeout(LINGER_S):
                 async for _ in stream:
                     pass
 
@@ -262,7 +266,7 @@ class _Body:
         left = self._head.length or 0
         while not self.ended:
             try:
-                async with asyncio.timeout_at(started + _BODY_START_S + received / _BODY_BYTES_PER_S):
+                async with asyncio.timeout_at(started + BODY_START_S + received / BODY_BYTES_PER_S):
                     data = await self._stream.read(min(left, _PIECE_BYTES) if chunks is None else _PIECE_BYTES)
             except TimeoutError:
                 raise RequestTimeout() from None
