@@ -22,7 +22,7 @@ class Server:
         self.store = folder / "data"
         self._log = folder / "log"
         settings = {"port": 0, "store": f"local:{self.store}", "workers": 2, **settings}
-        flags = [_spell_flag(name.replace("_", "-"), value) for name, value in settings.items()]
+        flags = [flag for name, value in settings.items() for flag in _spell_flags(name.replace("_", "-"), value)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "uvimg", "serve", *flags],
             stdout=subprocess.PIPE,
@@ -70,10 +70,10 @@ class Server:
         self.process.wait()
 
 
-def _spell_flag(name: str, value: Any) -> str:
+def _spell_flags(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
-        return f"--{name}" if value else f"--no-{name}"
-    return f"--{name}={value}"
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}={item}" for item in (value if isinstance(value, list) else [value])]
 
 
 def decode(data: bytes) -> Any:

@@ -4,6 +4,7 @@ import concurrent.futures
 import hashlib
 import json
 import re
+import signal
 import socket
 import threading
 import time
@@ -71,7 +72,7 @@ def test_a_form_is_answered_to_the_byte_as_zimg_answers(server: Server, zimg_pho
         "<html>\n<head>\n<title>Upload Result</title>\n</head>\n<body>\n"
         f"<h1>MD5: {md5}</h1>\n"
         "Image upload successfully! You can get this image via this address:<br/><br/>\n"
-        f'<a href="/{md5}">http://yourhostname:0/{md5}</a>'
+        f'<a href="/{md5}">http://yourhostname:{server.port}/{md5}</a>'
         "?w=width&h=height&g=isgray&x=position_x&y=position_y&r=rotate&q=quality&f=format\n"
         "<h1>File: &lt;b&gt;.txt</h1>\n<p>File type is not supported!</p>\n"
         "<h1>Failed!</h1>\n<p>File save failed!</p>\n"
@@ -191,7 +192,7 @@ def _give_alias(folder: Path, md5: str, data: bytes) -> None:
         store = LocalStore(str(folder))
         record = await store.record(image_name(hashlib.sha256(data).hexdigest()))
         assert record is not None
-        assert await store.bind(image_name(md5), record) is not None
+        assert await store.bind([image_name(md5)], record) == [record]
         await store.close()
 
     asyncio.run(give())
@@ -405,7 +406,8 @@ def test_dates_are_compared_where_no_etag_is_sent(server: Server, photo_id: str)
     assert server.get(path, headers={"If-Modified-Since": later}).status_code == 304
     assert server.get(path, headers={"If-Modified-Since": earlier}).status_code == 200
     assert server.get(path, headers={"If-Modified-Since": later, "If-None-Match": '"x"'}).status_code == 200
-    assert server.get(path, headers={"If-Unmodified-Since": earlier}).status_code == 412
+    failed = server.get(path, headers={"If-Unmodified-Since": earlier})
+    assert (failed.status_code, failed.headers["Cache-Control"]) == (412, "no-store")
 
 
 @pytest.mark.parametrize("path", ["?p=0", "?w=200", "?f=png"])
@@ -489,6 +491,9 @@ def test_settings_change_what_is_served(start_server: Callable[..., Server], zim
     answer = server.get(f"/{md5}")
     assert (answer.headers["Content-Type"], answer.headers["Cache-Control"]) == ("image/webp", "public, max-age=5")
     server.stop()
+    server = start_server(image_headers=["Link: </a>", "Link: </b>"])
+    assert server.get(f"/{md5}").headers["Link"] == "</a>, </b>"
+    server.stop()
     server = start_server(disable_args=True)
     assert server.image(f"/{md5}?w=10&g=1").width == 640
     assert server.get(f"/{md5}?p=0").content != zimg_photo
@@ -505,7 +510,6 @@ def test_save_new_decides_whether_renditions_are_found_after_a_restart(
     # Without workers that could make it anew within their time, what is found was kept.
     server = start_server(worker_timeout_s=0.1, cache_size=0)
     import os
-    import signal
 
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
     for child in children:
@@ -551,6 +555,7 @@ def test_admin_deletes_as_zimg_does(server: Server) -> None:
     assert "Command Failed." in server.get(f"/admin?md5={md5}&t=2").text
     assert "Command Failed." in server.get("/admin?md5=<script>&t=1").text
     assert f"<p>MD5: {'0' * 32}</p>" in server.get(f"/admin?md5={'0' * 32}&t=1&md5={md5}").text
+    assert "Command Failed." in server.get("/admin?" + "a=b&" * 60).text
     assert "<script>" not in server.get("/admin?md5=<script>&t=1").text
     done = server.get(f"/admin?md5={md5}&t=1").text
     assert f"<h1>Admin Command Successful!</h1><p>MD5: {md5}</p> <p>Command Type: 1</p>" in done
@@ -670,6 +675,113 @@ def test_sigterm_finishes_what_is_in_flight_and_lets_nobody_in(start_server: Cal
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", server.port), timeout=5)
     assert "Traceback" not in server.log
+
+
+def test_sigterm_lets_an_upload_come_to_its_end(start_server: Callable[..., Server]) -> None:
+    server = start_server(workers=1)
+    data = make_photo(51, 400, 300)
+    with (
+        socket.create_connection(("127.0.0.1", server.port), timeout=20) as upload,
+        socket.create_connection(("127.0.0.1", server.port), timeout=20) as idle,
+    ):
+        idle.sendall(b"GET /echo HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert idle.recv(1000).startswith(b"HTTP/1.1 200")
+        upload.sendall(
+            f"POST /upload HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data[:2000]
+        )
+        _wait_until(lambda: _has_read(server, upload))
+        server.process.send_signal(signal.SIGTERM)
+        _wait_until(lambda: "stopping" in server.log)
+        upload.sendall(data[2000:])
+        answer = upload.recv(10_000)
+        assert b'"ret":true' in answer
+    assert server.process.wait(15) == 0
+    server = start_server()
+    assert server.get(f"/{hashlib.md5(data).hexdigest()}?p=0").content == data
+
+
+def _has_read(server: Server, connection: socket.socket) -> bool:
+    """Whether the server has taken everything that was sent: nothing waits in its socket's receive queue."""
+    ours = f"{int.from_bytes(socket.inet_aton('127.0.0.1'), 'little'):08X}:{connection.getsockname()[1]:04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(row[2] == ours and row[4].endswith(":00000000") for row in rows)
+
+
+def test_aborted_uploads_leave_no_descriptor_and_no_file(start_server: Callable[..., Server]) -> None:
+    server = start_server(workers=1, access_log=False)
+    data = corpus.jpeg(corpus.photo(1200, 900, seed=6), quality=97)
+    assert len(data) > 400_000
+    head = f"POST /upload HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    server.get("/echo")
+    descriptors = Path(f"/proc/{server.process.pid}/fd")
+    before = len(list(descriptors.iterdir()))
+
+    def abort(number: int) -> None:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+            connection.sendall(head + data[: 1000 * (number % 400) + 5])
+
+    with concurrent.futures.ThreadPoolExecutor(16) as threads:
+        list(threads.map(abort, range(800)))
+    _wait_until(lambda: list((server.store / "blobs" / "incoming").iterdir()) == [])
+    _wait_until(lambda: len(list(descriptors.iterdir())) <= before + 2)
+    assert server.upload(data)
+
+
+def test_a_form_that_breaks_off_stores_none_of_its_files(server: Server) -> None:
+    one, two = make_photo(61), make_photo(62)
+    part = b'--x\r\nContent-Disposition: form-data; name="f"; filename="a.jpg"\r\n\r\n'
+    body = part + one + b"\r\n" + part + two[:500]
+    answer = server.http.post(
+        f"{server.url}/upload", data=body, headers={"Content-Type": "multipart/form-data; boundary=x"}
+    )
+    assert answer.json()["error"]["code"] == 4
+    assert server.get(f"/{hashlib.md5(one).hexdigest()}").status_code == 404
+
+
+def test_a_cut_or_missing_blob_is_an_error_and_never_half_a_picture(start_server: Callable[..., Server]) -> None:
+    server = start_server(cache_size=0)
+    data = corpus.jpeg(corpus.photo(700, 500, seed=8), quality=97)
+    md5 = server.upload(data)
+    (blob,) = [path for path in (server.store / "blobs").rglob("*") if path.is_file()]
+    blob.write_bytes(data[:1000])
+    for headers in ({}, {"Range": "bytes=2000-2099"}):
+        answer = server.get(f"/{md5}?p=0", headers=headers)
+        assert (answer.status_code, answer.headers["Cache-Control"]) == (500, "no-store")
+    blob.unlink()
+    assert server.get(f"/{md5}?w=50").status_code == 500
+    assert server.get("/echo").status_code == 200
+    server.upload(data)
+    assert server.get(f"/{md5}?p=0").content == data
+
+
+def test_uploads_deletes_and_reads_at_once_end_in_both_ids_or_none(start_server: Callable[..., Server]) -> None:
+    """From two processes on one store; whatever the order, no answer is a server error."""
+    first, second = start_server(workers=1), start_server(workers=1)
+    data = make_photo(71, 200, 150)
+    md5, sha256 = hashlib.md5(data).hexdigest(), hashlib.sha256(data).hexdigest()
+
+    def act(number: int) -> int:
+        import requests
+
+        url = (first, second)[number % 2].url
+        match number % 5:
+            case 0:
+                return requests.post(f"{url}/images", data=data, timeout=20).status_code
+            case 1:
+                return requests.delete(f"{url}/images/{md5}", timeout=20).status_code
+            case 2:
+                return requests.get(f"{url}/{md5}?p=0", timeout=20).status_code
+            case _:
+                return requests.get(f"{url}/{sha256}?w={40 + number % 3}", timeout=20).status_code
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        statuses = set(threads.map(act, range(300)))
+    assert statuses <= {200, 201, 204, 404}
+    assert (
+        len({server.get(f"/{image_id}?p=0").status_code for server in (first, second) for image_id in (md5, sha256)})
+        == 1
+    )
+    assert "ERROR" not in first.log + second.log
 
 
 def _cpu_is_busy(server: Server) -> bool:

@@ -75,7 +75,7 @@ async def test_another_process_sees_a_write_at_once_and_ours_sees_its(store: Loc
     work = """
     assert store.near.record(b"ours") is not None
     await put(store, b"theirs", make_bytes(70_000))
-    await store.unbind(b"ours")
+    await store.unbind([b"ours"])
     print("done", flush=True)
     sys.stdin.readline()"""
     other = start_other(tmp_path / "data", work)
@@ -93,13 +93,13 @@ async def test_four_processes_that_add_and_remove_the_same_blobs_lose_none(tmp_p
         size = 70_000 + number % 3
         await put(store, b"kept/%d" % (number % 3), make_bytes(size))
         await put(store, sys.argv[1].encode() + b"/%d" % id(store), make_bytes(size))
-        await store.unbind(sys.argv[1].encode() + b"/%d" % id(store))"""
+        await store.unbind([sys.argv[1].encode() + b"/%d" % id(store)])"""
     others = [start_other(tmp_path / "data", work) for _ in range(4)]
     for other in others:
         _, errors = await asyncio.to_thread(other.communicate)
         assert other.returncode == 0, errors
     store = LocalStore(f"{tmp_path}/data")
-    assert [finding async for finding in store.scrub() if finding.trouble] == []
+    assert [finding async for finding in store.scrub() if finding.note] == []
     for extra in range(3):
         assert await get(store, make_bytes(70_000 + extra)) == make_bytes(70_000 + extra)
     await store.close()
@@ -117,7 +117,7 @@ async def test_scrub_names_every_damaged_and_every_missing_blob(tmp_path: Path) 
     with lmdb.open(f"{tmp_path}/data/names", max_dbs=3, map_size=1 << 30) as env, env.begin(write=True) as txn:
         txn.put(hashlib.sha256(make_bytes(10)).digest(), b"not these ten", db=env.open_db(b"small", txn=txn))
     store = LocalStore(f"{tmp_path}/data")
-    found = {finding.subject: finding.trouble async for finding in store.scrub() if finding.trouble}
+    found = {finding.subject: finding.note async for finding in store.scrub() if finding.note}
     await store.close()
     assert found == {
         hashlib.sha256(make_bytes(10)).hexdigest(): "its bytes are not those of its address",
@@ -132,7 +132,7 @@ async def test_uploading_a_damaged_image_again_heals_it(store: LocalStore, tmp_p
     blob_file(tmp_path, data).write_bytes(b"damaged")
     await put(store, b"image", data, replace=False)
     assert await get(store, data) == data
-    assert [finding async for finding in store.scrub() if finding.trouble] == []
+    assert [finding async for finding in store.scrub() if finding.note] == []
 
 
 async def test_gc_collects_what_nobody_names_and_nothing_else(store: LocalStore, tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ async def test_gc_collects_what_nobody_names_and_nothing_else(store: LocalStore,
     await put(store, rendition_name(digest, "100x100-jpeg75.0"), rendition)
     await put(store, rendition_name(hashlib.sha256(orphan).digest(), "9x9-jpeg75.0"), make_bytes(600))
     blob_file(tmp_path, orphan).write_bytes(orphan)
-    told = [finding.trouble async for finding in store.collect(dry_run=True)]
+    told = [finding.note async for finding in store.collect(dry_run=True)]
     assert blob_file(tmp_path, orphan).exists()
-    assert [finding.trouble async for finding in store.collect()] == told
+    assert [finding.note async for finding in store.collect()] == told
     assert sorted(told) == ["a blob that nobody names", "a rendition of an image that is gone"]
     assert not blob_file(tmp_path, orphan).exists()
     assert await get(store, original) == original
@@ -169,7 +169,7 @@ async def test_gc_removes_the_remains_of_a_killed_upload_but_not_a_living_one(
     assert remains.exists()
     other.kill()
     other.communicate()
-    assert [finding.trouble async for finding in store.collect()] == ["the remains of an interrupted upload"]
+    assert [finding.note async for finding in store.collect()] == ["the remains of an interrupted upload"]
     assert not remains.exists()
 
 
@@ -208,7 +208,7 @@ async def test_a_full_disk_fails_writes_alone_and_room_heals_it(tmp_path: Path, 
         assert kept
         for number in kept:
             assert await get(store, make_bytes(size, number)) == make_bytes(size, number)
-        assert [finding async for finding in store.scrub() if finding.trouble] == []
+        assert [finding async for finding in store.scrub() if finding.note] == []
         subprocess.run(["mount", "-o", "remount,size=16m", str(tmp_path / "disk")], check=True)
         await put(store, b"again", make_bytes(size, 999))
         assert await get(store, make_bytes(size, 999)) == make_bytes(size, 999)
@@ -281,6 +281,50 @@ def test_scrub_and_gc_report_on_the_command_line(tmp_path: Path) -> None:
     assert "0 removed" in run("gc").stdout
 
 
+def test_a_mistyped_store_is_not_made_and_not_called_healthy(tmp_path: Path) -> None:
+    for command in ("scrub", "gc"):
+        arguments = [sys.executable, "-m", "uvimg", command, "--store", f"local:{tmp_path}/typo"]
+        done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (1, f"uvimg: There is no store in {tmp_path}/typo.\n")
+        assert not (tmp_path / "typo").exists()
+
+
+async def test_an_upload_given_up_in_the_middle_of_its_commit_fails_nobody_elses(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    """Uploads that are cancelled while their bind is on its way, beside ones that are not."""
+
+    async def give_up(number: int) -> None:
+        task = asyncio.create_task(put(store, b"given-up/%d" % number, make_bytes(70_000, number)))
+        for _ in range(number % 40):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    honest = [put(store, b"honest/%d" % number, make_bytes(70_001, number)) for number in range(120)]
+    outcomes = await asyncio.gather(*honest, *(give_up(number) for number in range(400)), return_exceptions=True)
+    assert [outcome for outcome in outcomes if isinstance(outcome, BaseException)] == []
+    for number in range(120):
+        assert await get(store, make_bytes(70_001, number)) == make_bytes(70_001, number)
+    assert [finding async for finding in store.scrub() if finding.note] == []
+    assert list((tmp_path / "data" / "blobs" / "incoming").iterdir()) == []
+    kept = {bytes(name) for name, _ in await store.scan(b"given-up/", limit=1000)}
+    assert await store.size() == 120 + len(kept)
+
+
+async def test_writes_fail_and_do_not_hang_when_the_folder_is_gone(tmp_path: Path) -> None:
+    store = LocalStore(f"{tmp_path}/data")
+    async with store.incoming() as incoming:
+        await incoming.write(make_bytes(100_000))
+        await incoming.finish()
+        shutil.rmtree(tmp_path / "data")
+        for _ in range(2):
+            with pytest.raises(StoreDown):
+                async with asyncio.timeout(5):
+                    await store.bind([b"name"], make_record(make_bytes(100_000)), incoming)
+    await store.close()
+
+
 async def test_a_record_needs_its_blob(store: LocalStore) -> None:
-    assert await store.bind(b"name", make_record(make_bytes(7))) is None
+    assert await store.bind([b"name"], make_record(make_bytes(7))) == [None]
     assert await store.record(b"name") is None

@@ -34,7 +34,8 @@ async def put(store: Store, name: bytes, data: bytes, *, replace: bool = True, f
         for start in range(0, len(data), 70_000):
             await incoming.write(data[start : start + 70_000])
         assert await incoming.finish() == hashlib.sha256(data).digest()
-        return await store.bind(name, make_record(data, facts), incoming, replace=replace)
+        (bound,) = await store.bind([name], make_record(data, facts), incoming, replace=replace)
+        return bound
 
 
 async def get(store: Store, data: bytes) -> bytes | None:
@@ -71,9 +72,9 @@ async def test_equal_bytes_are_kept_once_until_their_last_name_goes(store: Store
     await put(store, b"a", data)
     await put(store, b"b", data)
     assert await store.size() == 1
-    assert await store.unbind(b"a") == make_record(data)
+    assert await store.unbind([b"a"]) == [make_record(data)]
     assert await get(store, data) == data
-    assert await store.unbind(b"b") == make_record(data)
+    assert await store.unbind([b"b"]) == [make_record(data)]
     async with asyncio.timeout(5):
         # A large blob goes in a second step behind the answer.
         while await store.size() or await get(store, data) is not None:
@@ -116,18 +117,18 @@ async def test_binding_the_same_again_changes_nothing(store: Store, size: int) -
     data = make_bytes(size)
     for _ in range(3):
         await put(store, b"name", data)
-    assert await store.unbind(b"name") == make_record(data)
-    assert await store.unbind(b"name") is None
+    assert await store.unbind([b"name"]) == [make_record(data)]
+    assert await store.unbind([b"name"]) == [None]
 
 
 @pytest.mark.parametrize("size", [10, 100_000])
 async def test_a_second_name_needs_no_second_blob(store: Store, size: int) -> None:
     data = make_bytes(size)
-    assert await store.bind(b"b", make_record(data)) is None
+    assert await store.bind([b"b"], make_record(data)) == [None]
     assert await store.record(b"b") is None
     await put(store, b"a", data)
-    assert await store.bind(b"b", make_record(data)) == make_record(data)
-    await store.unbind(b"a")
+    assert await store.bind([b"b"], make_record(data)) == [make_record(data)]
+    await store.unbind([b"a"])
     assert await get(store, data) == data
 
 
@@ -137,9 +138,47 @@ async def test_both_names_of_one_upload_can_be_bound_at_once(store: Store) -> No
         await incoming.write(data)
         await incoming.finish()
         record = make_record(data)
-        assert await asyncio.gather(*(store.bind(name, record, incoming) for name in (b"x", b"y"))) == [record] * 2
-    await store.unbind(b"x")
+        assert await store.bind([b"x", b"y"], record, incoming) == [record, record]
+    await store.unbind([b"x"])
     assert await get(store, data) == data
+
+
+async def test_names_are_taken_away_only_from_the_blob_that_is_meant(store: Store) -> None:
+    ours, theirs = make_bytes(80_000, 1), make_bytes(80_000, 2)
+    await put(store, b"a", ours)
+    await put(store, b"b", theirs)
+    assert await store.unbind([b"a", b"b", b"c"], make_record(ours).digest) == [make_record(ours), None, None]
+    assert [name for name, _ in await store.scan(b"")] == [b"b"]
+
+
+async def test_uploads_and_deletes_at_once_leave_both_names_or_none(store: Store) -> None:
+    data = make_bytes(70_000)
+    names = [b"images/sha256", b"images/md5"]
+
+    async def upload() -> None:
+        async with store.incoming() as incoming:
+            await incoming.write(data)
+            await incoming.finish()
+            await store.bind(names, make_record(data), incoming, replace=False)
+
+    for _ in range(30):
+        tasks = [upload(), store.unbind(names, make_record(data).digest), upload()]
+        await asyncio.gather(*tasks, store.unbind(names, make_record(data).digest))
+        records = [await store.record(name) for name in names]
+        assert records in ([None, None], [make_record(data)] * 2)
+        assert (records[0] is None) or await get(store, data) == data
+    assert [finding async for finding in store.scrub() if finding.note] == []
+
+
+async def test_a_blob_that_lost_its_name_is_not_bound_again_without_its_bytes(store: Store) -> None:
+    data = make_bytes(100_000)
+    async with store.incoming() as incoming:
+        await incoming.write(data)
+        await incoming.finish()
+        await store.bind([b"a"], make_record(data), incoming)
+        await store.unbind([b"a"])
+        (bound,) = await store.bind([b"b"], make_record(data), incoming)
+        assert (bound is not None) == (await get(store, data) == data)
 
 
 async def test_watch_sees_every_byte_in_order(store: Store) -> None:
@@ -172,7 +211,7 @@ async def test_three_hundred_writes_at_once_are_all_there(store: Store) -> None:
     await asyncio.gather(*(put_one(number) for number in range(300)))
     assert len(await store.scan(b"n/")) == 300
     assert await store.size() == 50
-    assert [finding async for finding in store.scrub() if finding.trouble] == []
+    assert [finding async for finding in store.scrub() if finding.note] == []
     assert [finding async for finding in store.collect()] == []
 
 
@@ -184,13 +223,13 @@ async def test_random_changes_leave_what_a_dictionary_would_hold(store: Store) -
         match chance.randrange(4):
             case 0:
                 expected = model.pop(name, None)
-                found = await store.unbind(name)
+                (found,) = await store.unbind([name])
                 assert (found and found.digest) == (expected and hashlib.sha256(expected).digest())
             case 1:
                 await put(store, name, data, replace=False)
                 model.setdefault(name, data)
             case 2:
-                if await store.bind(name, make_record(data)) is not None:
+                if await store.bind([name], make_record(data)) != [None]:
                     assert data in model.values()
                     model[name] = data
             case _:
@@ -201,7 +240,7 @@ async def test_random_changes_leave_what_a_dictionary_would_hold(store: Store) -
     }
     for data in model.values():
         assert await get(store, data) == data
-    assert [finding async for finding in store.scrub() if finding.trouble] == []
+    assert [finding async for finding in store.scrub() if finding.note] == []
 
 
 async def test_a_cancelled_upload_leaves_nothing(store: Store, tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """Settings → parts, in order; start, serve, drain, stop. Alone knows the settings.
 
-Order matters: the store before the workers (a wrong path is found at once), the socket last (nobody is
-let in before there is something to answer with), and all of it backwards at the end.
+Order matters: the port is bound and the store opened first (what is wrong with them is found at once), then the
+workers are started; listening comes last (nobody is let in before there is something to answer with), and all of
+it backwards at the end.
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -27,7 +29,7 @@ from uvimg.service import Service
 from uvimg.store import open_store
 from uvimg.web import FrontEnd, WebSettings
 from uvimg.web.aiohttp import AiohttpFrontEnd
-from uvimg.web.listen import open_listeners
+from uvimg.web.listen import bind_sockets
 from uvimg.web.streams import StreamsFrontEnd
 from uvimg.web.transport import TransportFrontEnd
 
@@ -56,20 +58,23 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with start_service(settings) as (service, ready):
-        front_end = _FRONT_ENDS[settings.front_end](service, _web_settings(settings))
-        try:
-            listeners = open_listeners(settings.host, settings.port, settings.backlog)
-        except OSError as exc:
-            raise CannotStart(f"cannot listen on {settings.host} port {settings.port}: {exc.strerror}") from exc
-        port = listeners[0].getsockname()[1]
-        await front_end.start(listeners)
-        try:
-            announce(_describe(settings, port, ready))
-            await stop.wait()
-            log.info("stopping: requests in flight have %g s", settings.grace_s)
-        finally:
-            await front_end.stop()
+    try:
+        listeners = bind_sockets(settings.host, settings.port)
+    except OSError as exc:
+        raise CannotStart(f"cannot listen on {settings.host} port {settings.port}: {exc.strerror}") from exc
+    with contextlib.ExitStack() as sockets:
+        for listener in listeners:
+            sockets.enter_context(listener)
+        settings = dataclasses.replace(settings, port=listeners[0].getsockname()[1])
+        async with start_service(settings) as (service, ready):
+            front_end = _FRONT_ENDS[settings.front_end](service, _web_settings(settings))
+            await front_end.start(listeners)
+            try:
+                announce(_describe(settings, ready))
+                await stop.wait()
+                log.info("stopping: requests in flight have %g s", settings.grace_s)
+            finally:
+                await front_end.stop()
     log.info("stopped")
 
 
@@ -83,8 +88,10 @@ async def start_service(settings: Settings) -> AsyncIterator[tuple[Service, Read
         try:
             _check_formats(settings, ready)
             images = Images(_images_settings(settings), store, pool, Cache(settings.cache_size, weigh))
-            yield Service(images, logs.make_access_log() if settings.access_log else None), ready
-            await images.drain()
+            try:
+                yield Service(images, logs.make_access_log() if settings.access_log else None), ready
+            finally:
+                await images.drain()
         finally:
             await pool.stop()
     finally:
@@ -100,9 +107,13 @@ def _check_formats(settings: Settings, ready: Ready) -> None:
         raise CannotStart(f"format is {settings.format}, which libvips {ready.libvips} here cannot write")
 
 
+def _count_workers(settings: Settings) -> int:
+    return settings.workers or len(os.sched_getaffinity(0))
+
+
 def _pool_settings(settings: Settings) -> PoolSettings:
     return PoolSettings(
-        workers=settings.workers or len(os.sched_getaffinity(0)),
+        workers=_count_workers(settings),
         queue_limit=settings.queue_limit,
         timeout_s=settings.worker_timeout_s,
         memory_bytes=settings.worker_memory,
@@ -150,11 +161,20 @@ def _images_settings(settings: Settings) -> ImagesSettings:
         download_rule=parse_rules(settings.download_rule),
         admin_rule=parse_rules(settings.admin_rule),
         trusted_proxies=tuple(parse_network(proxy) for proxy in settings.trusted_proxies),
-        image_headers=tuple(config.parse_header(header) for header in settings.image_headers),
+        image_headers=_fold_headers(settings.image_headers),
         port=settings.port,
         index_page=_read_page("index.html", settings.index_page),
         admin_page=_read_page("admin.html", settings.admin_page),
     )
+
+
+def _fold_headers(lines: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """Fields of equal name as one (RFC 9110 5.3), in the spelling of the first."""
+    folded: dict[str, tuple[str, str]] = {}
+    for name, value in map(config.parse_header, lines):
+        known = folded.get(name.lower())
+        folded[name.lower()] = (known[0], f"{known[1]}, {value}") if known else (name, value)
+    return tuple(folded.values())
 
 
 def _read_page(name: str, path: str) -> bytes:
@@ -163,14 +183,13 @@ def _read_page(name: str, path: str) -> bytes:
     return resources.files("uvimg.web.page").joinpath(name).read_bytes()
 
 
-def _describe(settings: Settings, port: int, ready: Ready) -> str:
+def _describe(settings: Settings, ready: Ready) -> str:
     """The line that a person waits for."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"
-    workers = settings.workers or len(os.sched_getaffinity(0))
     return (
-        f"uvimg {__version__} is ready: http://{host}:{port}/  "
-        f"(store {settings.store}, workers {workers}, libvips {ready.libvips}, "
+        f"uvimg {__version__} is ready: http://{host}:{settings.port}/  "
+        f"(store {settings.store}, workers {_count_workers(settings)}, libvips {ready.libvips}, "
         f"confined by {', '.join(ready.confined_by) or 'nothing'})"
     )

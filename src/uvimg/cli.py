@@ -13,7 +13,7 @@ from typing import Any, get_origin
 from uvimg import __version__, config
 from uvimg.config import ConfigError, Settings
 from uvimg.core.errors import UvimgError
-from uvimg.store import Finding, Store, open_store
+from uvimg.store import Finding, open_store
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(exc), 2)
     except UvimgError as exc:
         return _complain(exc.detail, 1)
+    except ValueError as exc:
+        # A store that this command has no use for.
+        return _complain(str(exc), 2)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -69,9 +72,9 @@ def _serve(settings: Settings) -> int:
 
 
 async def _scrub(settings: Settings) -> int:
-    store = open_store(settings.store)
+    store = open_store(settings.store, create=False)
     try:
-        damaged = await _walk(store, store.scrub(), "blobs verified")
+        damaged = await _walk(store.scrub(), "blobs verified", await store.size())
     finally:
         await store.close()
     if damaged:
@@ -81,29 +84,28 @@ async def _scrub(settings: Settings) -> int:
 
 
 async def _collect(settings: Settings, *, dry_run: bool) -> int:
-    store = open_store(settings.store)
+    store = open_store(settings.store, create=False)
     try:
-        removed = await _walk(store, store.collect(dry_run=dry_run), "removed")
+        removed = await _walk(store.collect(dry_run=dry_run), "removed")
     finally:
         await store.close()
     print(f"{removed} {'would be removed' if dry_run else 'removed'} from {settings.store}")
     return 0
 
 
-async def _walk(store: Store, findings: AsyncIterator[Finding], unit: str) -> int:
-    """Follow a long walk, with a bar on a terminal and a line for each trouble; how many there were."""
+async def _walk(findings: AsyncIterator[Finding], unit: str, total: int | None = None) -> int:
+    """Follow a long walk, with a bar on a terminal and a line for each note; how many there were."""
     from tqdm import tqdm
 
-    troubles = 0
-    total = await store.size() if unit == "blobs verified" else None
+    noted = 0
     # disable=None: only where somebody watches.
     with tqdm(total=total, unit=f" {unit}", unit_scale=True, disable=None, leave=False) as bar:
         async for finding in findings:
             bar.update()
-            if finding.trouble:
-                troubles += 1
-                bar.write(f"{finding.subject}: {finding.trouble}")
-    return troubles
+            if finding.note:
+                noted += 1
+                bar.write(f"{finding.subject}: {finding.note}")
+    return noted
 
 
 def _show_config(settings: Settings, *, defaults: bool, markdown: bool) -> int:

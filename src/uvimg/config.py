@@ -5,6 +5,7 @@ is an error that names the key, the value, where it came from, and what is allow
 """
 
 import dataclasses
+import math
 import os
 import re
 import tomllib
@@ -116,11 +117,31 @@ def parse_colour(text: str) -> tuple[int, int, int]:
     return red, green, blue
 
 
+# What every answer has or must not have; saying it twice would break caches, or the connection.
+_OUR_HEADERS = frozenset(
+    (
+        *(
+            "accept-ranges",
+            "content-length",
+            "content-range",
+            "content-type",
+            "date",
+            "etag",
+            "last-modified",
+            "server",
+        ),
+        *("connection", "keep-alive", "trailer", "transfer-encoding", "upgrade", "x-content-type-options"),
+    )
+)
+
+
 def parse_header(text: str) -> tuple[str, str]:
     """Name and value of a header field (RFC 9110 5.5: nothing that could end the line)."""
     name, colon, value = text.partition(":")
     if not colon or not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name) or not re.fullmatch(r"[ -~\t]*", value):
         raise ValueError("a header is written 'Name: value'")
+    if name.lower() in _OUR_HEADERS:
+        raise ValueError(f"{name} is for uvimg to say")
     return name, value.strip()
 
 
@@ -150,7 +171,7 @@ class Settings:
     """The values. Sizes in bytes, times in seconds."""
 
     apps: tuple[str, ...] = _setting(
-        APPS, _SERVER, "The apps to serve. One alone is mounted at /.", choices=APPS, positional=True
+        APPS, _SERVER, "The apps to serve; so far there is one, and it is mounted at /.", choices=APPS, positional=True
     )
     host: str = _setting("127.0.0.1", _SERVER, "Address to listen on; 0.0.0.0 or :: is every interface.")
     port: int = _setting(4869, _SERVER, "Port to listen on; 0 takes a free one.", low=0, high=65_535)
@@ -171,7 +192,9 @@ class Settings:
         "local:./data", _STORE, "Where images live: local:DIR, or memory: which forgets.", check=_check_store
     )
     save_new: Literal["0", "1", "2"] = _setting(
-        "1", _STORE, "Which renditions are kept in the store: 0 none, 1 all, 2 only those of scripted types (t=)."
+        "1",
+        _STORE,
+        "Which renditions are kept in the store: 0 none, 1 all, 2 only those of scripted types (there are none yet).",
     )
     cache_size: int = _setting(64 << 20, _STORE, "Memory for renditions at hand; 0 for none.", low=0, unit="bytes")
     format: Literal["jpeg", "png", "webp", "gif", "avif", "none"] = _setting(
@@ -226,17 +249,25 @@ class Settings:
     max_output_frames: int = _setting(100, _LIMITS, "Most frames that a rendition keeps of an animation.", low=1)
     workers: int = _setting(0, _WORKERS, "Image worker processes; 0 is one for each core.", low=0, high=1024)
     queue_limit: int = _setting(
-        1000, _WORKERS, "Image jobs that may wait; more are answered 503 at once.", low=0, high=100_000
+        1000,
+        _WORKERS,
+        "Image jobs that may wait, uploads and renditions each; more are answered 503 at once.",
+        low=0,
+        high=100_000,
     )
     worker_timeout_s: float = _setting(
-        30.0, _WORKERS, "Longest time for one image job; past it the worker is killed.", low=0.1, unit="s"
+        30.0,
+        _WORKERS,
+        "Longest time for one image job, past which its worker is killed, and longest wait for a worker.",
+        low=0.1,
+        unit="s",
     )
     worker_memory: int = _setting(4 << 30, _WORKERS, "Address space of a worker; 0 for no limit.", low=0, unit="bytes")
     worker_jobs: int = _setting(10_000, _WORKERS, "Jobs after which a worker is replaced; 0 for never.", low=0)
     sandbox: Literal["auto", "require", "off"] = _setting(
         "auto",
         _WORKERS,
-        "Confine workers (resource limits, no new privileges, Landlock): as far as the kernel can, or not at all; "
+        "Confine workers (no new privileges, Landlock, seccomp): as far as the kernel can, or not at all; "
         "with require uvimg does not start without Landlock.",
     )
     upload_rule: str = _setting("allow all", _ACCESS, "Who may upload.", check=parse_rules)
@@ -359,8 +390,10 @@ def _convert_number(declaration: Declaration, value: Any) -> int | float:
     else:
         number = declaration.kind(value)
     # Written so that NaN fails too.
-    if not (declaration.low is None or number >= declaration.low) or not (
-        declaration.high is None or number <= declaration.high
+    if (
+        not math.isfinite(number)
+        or not (declaration.low is None or number >= declaration.low)
+        or not (declaration.high is None or number <= declaration.high)
     ):
         raise ValueError
     return number

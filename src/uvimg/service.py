@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from uvimg.core.errors import UvimgError
+from uvimg.core.errors import Overloaded, UvimgError
 from uvimg.core.message import Request, Response
 
 log = logging.getLogger("uvimg")
@@ -57,11 +57,16 @@ class Service:
 
     def _refuse(self, request: Request, exc: Exception) -> Response:
         if not isinstance(exc, UvimgError):
-            log.error("a request failed: %s %s", request.method, request.target, exc_info=exc)
+            log.error("a request failed: %s %a", request.method, request.target, exc_info=exc)
             exc = UvimgError()
-        elif exc.status >= 500:
-            log.warning("%s %s: %s (%r)", request.method, request.target, exc.detail, exc.__cause__)
-        return self._app.refuse(request, exc)
+        elif exc.status >= 500 and not isinstance(exc, Overloaded):
+            # Overload is told in the access log, once for each; a warning each would make it worse.
+            log.warning("%s %a: %s (%r)", request.method, request.target, exc.detail, exc.__cause__)
+        try:
+            return self._app.refuse(request, exc)
+        except Exception:
+            log.exception("an error could not be told: %s %a", request.method, request.target)
+            return Response(500)
 
     def _finish(self, request: Request, response: Response, started: float) -> None:
         # What is served is what it says it is, to every browser.

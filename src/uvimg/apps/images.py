@@ -38,7 +38,7 @@ from uvimg.core.errors import (
 from uvimg.core.form import FormReader, PartBegins, PartData, PartEnds
 from uvimg.core.formats import HEAD_BYTES, Format, media_type, recognise
 from uvimg.core.message import Content, FilePart, Request, Response
-from uvimg.core.negotiate import Failed, NotModified, Part, Unsatisfiable, choose_answer, http_date
+from uvimg.core.negotiate import Failed, NotModified, Part, Unsatisfiable, Whole, choose_answer, http_date
 from uvimg.core.plan import Plan, Rules, Source, make_plan
 from uvimg.core.route import Describe, Options, Page, Params, Query, Remove, Show, Upload, face_of, read_fields, route
 from uvimg.imaging import Inspect, Inspected, Limits, Render, Rendered
@@ -118,7 +118,9 @@ _known_route = lru_cache(4096)(route)
 _LONGEST_KNOWN = 256
 
 # Renditions on their way into a slow store, held in memory meanwhile; more are not kept.
-_MAX_KEEPING = 64
+_MAX_KEEPING_BYTES = 256 << 20
+# Hashing this much takes a fifth of a millisecond; more is worth waking a thread for.
+_HASH_AT_ONCE_BYTES = 262_144
 
 
 def _route(request: Request) -> Query:
@@ -135,6 +137,7 @@ class Images:
         self._settings = settings
         self._store, self._pool, self._cache = store, pool, cache
         self._keeping: set[asyncio.Task[None]] = set()
+        self._keeping_bytes = 0
 
         @lru_cache(8192)
         def plan(params: Params, digest: Digest, facts: bytes, size: int) -> tuple[Plan, str]:
@@ -200,7 +203,10 @@ class Images:
             raise NotFound()
         params = self._effective(query.params)
         if params.original:
-            return self._answer_original(request, original, near.get(original.digest))
+            answer = self._choose_answer(request, original)
+            if isinstance(answer, Response):
+                return answer
+            return self._answer_at_hand(answer, original, near.get(original.digest))
         _, key = self._plan(params, original.digest, original.facts, original.size)
         found = self._cache.peek((original.digest, key))
         if found is None:
@@ -208,66 +214,82 @@ class Images:
             if record is None:
                 return None
             found = Rendition(record, None)
+        answer = self._choose_answer(request, found.record)
+        if isinstance(answer, Response):
+            return answer
         body = found.body if found.body is not None else near.get(found.record.digest)
-        return None if body is None else self._answer_image(request, found.record, body)
+        return self._answer_at_hand(answer, found.record, body)
 
     async def _show(self, request: Request, query: Show) -> Response:
-        if self._store.near is not None and (response := self._show_now(request, query)) is not None:
-            return response
         original = await self._store.record(image_name(query.image_id))
         if original is None:
             raise NotFound()
         params = self._effective(query.params)
-        if params.original:
-            return self._answer_original(request, original, await self._store.get(original.digest))
-        plan, key = self._plan(params, original.digest, original.facts, original.size)
-        rendition = await self._cache.get((original.digest, key), lambda: self._find_or_make(original, plan, key))
-        body = rendition.body
-        if body is None:
-            content = await self._store.get(rendition.record.digest)
-            if content is None:
-                # Taken away between two lookups: an image that is being deleted.
-                raise NotFound()
-            return self._answer_image(request, rendition.record, content)
-        return self._answer_image(request, rendition.record, body)
+        record, body = original, None
+        if not params.original:
+            plan, key = self._plan(params, original.digest, original.facts, original.size)
+            rendition = await self._cache.get((original.digest, key), lambda: self._find_or_make(original, plan, key))
+            record, body = rendition.record, rendition.body
+        answer = self._choose_answer(request, record)
+        if isinstance(answer, Response):
+            return answer
+        return self._answer_image(answer, record, await self._fetch(original, record) if body is None else body)
 
     def _effective(self, params: Params) -> Params:
         return Params() if self._settings.disable_args else params
 
-    def _answer_original(self, request: Request, original: Record, content: Content | None) -> Response:
-        if content is None:
-            log.error("the blob of image %s is missing from the store", original.digest.hex())
-            raise UvimgError("The image's bytes are missing from the store.")
-        return self._answer_image(request, original, content)
+    def _answer_at_hand(self, answer: Whole | Part, record: Record, body: Content | None) -> Response | None:
+        """The answer when the body is there and whole; what else it may be takes a second look."""
+        if body is not None and _is_whole(record, body):
+            return self._answer_image(answer, record, body)
+        _close(body)
+        return None
 
-    def _answer_image(self, request: Request, record: Record, body: Content) -> Response:
-        """200, 206, 304, 412 or 416 for a representation that is at hand."""
-        etag = f'"{record.digest.hex()[:32]}"'
-        headers = dict(self._settings.image_headers)
-        headers["ETag"] = etag
-        headers["Last-Modified"] = http_date(record.created_s)
-        answer = choose_answer(request.headers, etag, record.created_s, record.size, ranges=request.method == "GET")
+    async def _fetch(self, original: Record, record: Record) -> Content:
+        """The blob of an image or of its rendition. NotFound where the image has been deleted meanwhile."""
+        content = await self._store.get(record.digest)
+        if content is not None and _is_whole(record, content):
+            return content
+        _close(content)
+        if await self._store.record(image_name(original.digest.hex())) is None:
+            raise NotFound()
+        # A cut file would be sent as if it were all of it.
+        log.error("the blob %s is missing from the store, or cut", record.digest.hex())
+        raise UvimgError("The image's bytes are missing from the store.")
+
+    def _choose_answer(self, request: Request, record: Record) -> Response | Whole | Part:
+        """A whole 304 or 412, or how much of a representation to send. RangeNotSatisfiable for none of it."""
+        answer = choose_answer(
+            request.headers, _etag(record), record.created_s, record.size, ranges=request.method == "GET"
+        )
         match answer:
             case NotModified():
-                _close(body)
-                return Response(304, headers)
+                return Response(304, self._image_headers(record))
             case Failed():
-                _close(body)
-                return Response(412, headers)
+                return Response(412, {"ETag": _etag(record), "Cache-Control": "no-store"})
             case Unsatisfiable():
-                _close(body)
                 raise RangeNotSatisfiable(record.size)
+        return answer
+
+    def _image_headers(self, record: Record) -> dict[str, str]:
+        headers = dict(self._settings.image_headers)
+        headers["ETag"] = _etag(record)
+        headers["Last-Modified"] = http_date(record.created_s)
+        return headers
+
+    def _answer_image(self, answer: Whole | Part, record: Record, body: Content) -> Response:
+        """200 or 206 with a representation."""
+        headers = self._image_headers(record)
         headers["Content-Type"] = record.type
         headers["Accept-Ranges"] = "bytes"
         if record.type == "image/svg+xml":
             headers["Content-Security-Policy"] = _LOCKED_DOWN
-        if isinstance(answer, Part):
-            headers["Content-Range"] = f"bytes {answer.start}-{answer.stop - 1}/{record.size}"
-            part = (
-                body.part(answer.start, answer.stop) if isinstance(body, FilePart) else body[answer.start : answer.stop]
-            )
-            return Response(206, headers, part)
-        return Response(200, headers, body)
+        if isinstance(answer, Whole):
+            return Response(200, headers, body)
+        headers["Content-Range"] = f"bytes {answer.start}-{answer.stop - 1}/{record.size}"
+        if isinstance(body, FilePart):
+            return Response(206, headers, body.part(answer.start, answer.stop))
+        return Response(206, headers, body[answer.start : answer.stop])
 
     # Making
 
@@ -279,10 +301,7 @@ class Images:
                 content.close()
                 return Rendition(record, None)
             return Rendition(record, content)
-        content = await self._store.get(original.digest)
-        if content is None:
-            log.error("the blob of image %s is missing from the store", original.digest.hex())
-            raise UvimgError("The image's bytes are missing from the store.")
+        content = await self._fetch(original, original)
         try:
             source = _decode_image(original.facts).source
             rendered, body = await self._pool.run(Render(source.format, plan), content, "renditions")
@@ -292,10 +311,11 @@ class Images:
         if rendered.as_original:
             record = msgspec.structs.replace(original, facts=b"")
         else:
-            digest = hashlib.sha256(body).digest()
+            digest = await _hash(body)
             record = Record(digest, len(body), media_type(rendered.format), int(time.time()))
         rendition = Rendition(record, None if rendered.as_original else body)
-        if self._settings.save_new == 1 and len(self._keeping) < _MAX_KEEPING:
+        if self._settings.save_new == 1 and self._keeping_bytes + len(body) <= _MAX_KEEPING_BYTES:
+            self._keeping_bytes += len(body)
             task = asyncio.create_task(self._keep(name, rendition))
             self._keeping.add(task)
             task.add_done_callback(self._keeping.discard)
@@ -305,17 +325,19 @@ class Images:
         """Put a rendition into the store. Nobody waits for it, and nothing is lost when it fails."""
         try:
             if rendition.body is None:
-                await self._store.bind(name, rendition.record)
+                await self._store.bind([name], rendition.record)
             else:
                 async with self._store.incoming() as incoming:
                     await incoming.write(rendition.body)
                     await incoming.finish()
-                    await self._store.bind(name, rendition.record, incoming)
+                    await self._store.bind([name], rendition.record, incoming)
             # Deleting takes the original's names first and looks for renditions then: one of the two sees this one.
             if await self._store.record(original_of(name)) is None:
-                await self._store.unbind(name)
+                await self._store.unbind([name])
         except UvimgError as exc:
             log.warning("a rendition could not be kept: %s", exc.detail)
+        finally:
+            self._keeping_bytes -= len(rendition.body or b"")
 
     # Uploading
 
@@ -328,10 +350,7 @@ class Images:
         content_type = request.headers.get("content-type", "")
         body = _bounded(request.body, self._settings.max_bytes)
         if content_type.partition(";")[0].strip().lower() == "multipart/form-data":
-            files = _Files(FormReader(content_type), body)
-            if face == "images":
-                return await self._upload_one_of_form(files)
-            return await self._upload_form(files, as_json="application/json" in request.headers.get("accept", ""))
+            return await self._upload_form(request, _Files(FormReader(content_type), body))
         async with self._stage(body) as staged:
             stored = await self._bind(staged)
         if face == "images":
@@ -340,27 +359,32 @@ class Images:
             raise stored.conflict
         return _json({"ret": True, "info": {"md5": stored.image.md5, "size": stored.record.size}})
 
-    async def _upload_one_of_form(self, files: "_Files") -> Response:
-        """The one file of a form. Nothing is bound before the form has come to its end."""
-        async for _ in files:
-            async with self._stage(files.data()) as staged:
-                async for _ in files:
-                    raise BadRequest("Send one file at a time here; POST /upload takes many.")
-                return _answer_created(await self._bind(staged))
-        raise BadRequest("The form holds no file.")
-
-    async def _upload_form(self, files: "_Files", *, as_json: bool) -> Response:
-        """Every file of a form, one after the other, each on its own: a bad one does not undo the others."""
+    async def _upload_form(self, request: Request, files: "_Files") -> Response:
+        """The files of a form. Nothing is bound before it has come to its end; a bad file does not undo the others."""
+        only_one = face_of(request.path) == "images"
         outcomes: list[tuple[str, Stored | UvimgError]] = []
-        async for filename in files:
-            try:
-                async with self._stage(files.data()) as staged:
-                    outcomes.append((filename, await self._bind(staged)))
-            except UvimgError as exc:
-                if files.broken or exc.status >= 500:
-                    raise
-                outcomes.append((filename, exc))
-        return _tell_form_as_json(outcomes) if as_json else _html(_tell_form(outcomes, self._settings.port))
+        async with contextlib.AsyncExitStack() as stack:
+            received: list[tuple[str, _Staged | UvimgError]] = []
+            async for filename in files:
+                if only_one and received:
+                    raise BadRequest("Send one file at a time here; POST /upload takes many.")
+                try:
+                    received.append((filename, await stack.enter_async_context(self._stage(files.data()))))
+                except UvimgError as exc:
+                    if files.broken or only_one or exc.status >= 500:
+                        raise
+                    received.append((filename, exc))
+            for filename, staged in received:
+                outcomes.append((filename, await self._bind(staged) if isinstance(staged, _Staged) else staged))
+        if only_one:
+            if not outcomes:
+                raise BadRequest("The form holds no file.")
+            only = outcomes[0][1]
+            assert isinstance(only, Stored)
+            return _answer_created(only)
+        if "application/json" in request.headers.get("accept", ""):
+            return _tell_form_as_json(outcomes)
+        return _html(_tell_form(outcomes, self._settings.port))
 
     @contextlib.asynccontextmanager
     async def _stage(self, chunks: AsyncIterable[bytes]) -> "AsyncIterator[_Staged]":
@@ -382,14 +406,10 @@ class Images:
             yield _Staged(incoming, record, md5.hexdigest())
 
     async def _bind(self, staged: "_Staged") -> Stored:
-        """Give an image its two names, in one commit."""
+        """Give an image its two names, both or none."""
         digest = staged.record.digest
-        bound, alias = await asyncio.gather(
-            *(
-                self._store.bind(image_name(image_id), staged.record, staged.incoming, replace=False)
-                for image_id in (digest.hex(), staged.md5)
-            )
-        )
+        names = [image_name(digest.hex()), image_name(staged.md5)]
+        bound, alias = await self._store.bind(names, staged.record, staged.incoming, replace=False)
         assert bound is not None
         assert alias is not None
         conflict = DigestConflict(digest.hex()) if alias.digest != digest else None
@@ -438,12 +458,9 @@ class Images:
         record = await self._store.record(image_name(query.image_id))
         if record is None:
             raise NotFound()
-        for image_id in (record.digest.hex(), _decode_image(record.facts).md5):
-            name = image_name(image_id)
-            bound = await self._store.record(name)
-            # After a conflict the MD5 is another image's name.
-            if bound is not None and bound.digest == record.digest:
-                await self._store.unbind(name)
+        # After a conflict the MD5 is another image's name, and stays.
+        names = [image_name(record.digest.hex()), image_name(_decode_image(record.facts).md5)]
+        await self._store.unbind(names, record.digest)
         await self._forget_renditions(record.digest)
         if not query.by_get:
             return Response(204)
@@ -452,7 +469,7 @@ class Images:
     async def _forget_renditions(self, digest: Digest) -> None:
         prefix = renditions_prefix(digest)
         while page := await self._store.scan(prefix, limit=100):
-            await asyncio.gather(*(self._store.unbind(name) for name, _ in page))
+            await self._store.unbind([name for name, _ in page])
         self._cache.forget(lambda key: key[0] == digest)
 
     def _answer_page(self, request: Request, query: Page | Options) -> Response:
@@ -520,7 +537,22 @@ async def _bounded(body: AsyncIterable[bytes], max_bytes: int) -> AsyncIterator[
         yield chunk
 
 
-def _close(content: Content) -> None:
+async def _hash(data: bytes) -> Digest:
+    if len(data) <= _HASH_AT_ONCE_BYTES:
+        return hashlib.sha256(data).digest()
+    return await asyncio.to_thread(lambda: hashlib.sha256(data).digest())
+
+
+def _etag(record: Record) -> str:
+    """Strong, from the hash of the very bytes that are sent."""
+    return f'"{record.digest.hex()[:32]}"'
+
+
+def _is_whole(record: Record, content: Content) -> bool:
+    return (content.size if isinstance(content, FilePart) else len(content)) == record.size
+
+
+def _close(content: Content | None) -> None:
     if isinstance(content, FilePart):
         content.close()
 
@@ -652,7 +684,8 @@ def _refuse(request: Request, error: UvimgError) -> Response:
         if upload:
             told["detail"] = error.detail
         if isinstance(error, DigestConflict):
-            told["sha256"] = error.sha256
+            # zimg has no number for it, and nothing went wrong inside.
+            told |= {"message": error.detail, "sha256": error.sha256}
         return _json({"ret": False, "error": told}, status)
     if path == "/admin" and not isinstance(error, Forbidden | MethodNotAllowed):
         reason = "Image Not Found." if isinstance(error, NotFound) else "Command Failed."
@@ -665,7 +698,10 @@ def _refuse(request: Request, error: UvimgError) -> Response:
 
 def _tell_command(outcome: str, query: str, reason: str = "") -> str:
     """zimg's answer to a command of its admin page."""
-    fields = read_fields(query)
+    try:
+        fields = read_fields(query)
+    except BadRequest:
+        fields = {}
     md5, command = (html.escape(fields.get(name, "")) for name in ("md5", "t"))
     return (
         f"<html><body><h1>Admin Command {outcome}!</h1>"

@@ -11,8 +11,8 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from uvimg.core.errors import BadRequest
 
-# A gallery is uploaded in one go; ten thousand empty parts are an attack.
-MAX_PARTS = 1000
+# Its files are held, as descriptors or up to 64 KiB in memory, until the form has come to its end.
+MAX_PARTS = 100
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,8 @@ def keep_only_pixels(data: bytes, format: Format) -> bytes | None:
             return _gif_pixels(data)
         case "webp":
             return _webp_pixels(data)
+        case "avif":
+            return data if _is_bare_avif(data) else None
         case _:
             return None
 
@@ -258,6 +260,24 @@ def _webp_pixels(data: bytes) -> bytes | None:
             kept += data[at : at + 8 + length] + bytes(length & 1)
         at = stop
     return b"RIFF" + len(kept).to_bytes(4, "little") + bytes(kept) if at == end else None
+
+
+# ISO/IEC 14496-12 8.11: items that carry something other than a picture, and what may not stand in `meta` beside them.
+_AVIF_EXTRAS = (b"Exif", b"mime", b"uri ", b"xml ", b"bxml", b"uuid", b"free", b"skip", b"prof", b"rICC")
+
+
+def _is_bare_avif(data: bytes) -> bool:
+    """Whether an AVIF is three boxes, type, description and pictures, and the description names nothing else."""
+    at, kinds = 0, list[bytes]()
+    while at + 8 <= len(data) and len(kinds) < 4:
+        size, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        if size < 8 or at + size > len(data):
+            return False
+        if kind == b"meta" and any(extra in data[at : at + size] for extra in _AVIF_EXTRAS):
+            return False
+        kinds.append(kind)
+        at += size
+    return at == len(data) and kinds == [b"ftyp", b"meta", b"mdat"]
 
 
 def is_srgb_profile(profile: bytes) -> bool:

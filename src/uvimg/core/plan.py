@@ -48,7 +48,7 @@ class Rules:
     format: OutputFormat | None = "jpeg"
     background: tuple[int, int, int] = (255, 255, 255)
     zoom_up: bool = True
-    max_side: int = 16_384
+    max_side: int = 10_000
     max_pixels: int = 50_000_000
     max_frames: int = 100
     webp_effort: int = 2
@@ -113,12 +113,6 @@ class Plan(msgspec.Struct, frozen=True):
     """The steps from an original to a rendition, Load first, Encode last."""
 
     steps: tuple[Step, ...]
-
-    @property
-    def format(self) -> OutputFormat:
-        last = self.steps[-1]
-        assert isinstance(last, Encode)
-        return last.format
 
     @property
     def key(self) -> str:

@@ -210,20 +210,23 @@ def _integer(fields: dict[str, str], name: str, default: int, low: int | None, h
         return default
     value = int(text) if _INTEGER.fullmatch(text) else None
     if value is None or (low is not None and value < low) or (high is not None and value > high):
-        least = "" if low is None else f" of at least {low}"
-        allowed = f"{least} and at most nine digits" if high is None else f" from {low} to {high}"
+        least = "" if low is None else f" from {low} up,"
+        allowed = f"{least} of at most nine digits" if high is None else f" from {low} to {high}"
         raise BadParameter(name, f"{name} must be a whole number{allowed}.")
     return value
 
 
 def _format(fields: dict[str, str], extension: str | None) -> OutputFormat | Literal["", "none"]:
     """The format asked for, by f or by the extension of the path."""
-    text = fields.get("f")
-    if text is not None and text.lower() == "none" and extension is None:
-        return "none"
-    formats = {name: parse_output_format(name) for name in (text, extension) if name is not None}
-    if None in formats.values():
+    text = fields.get("f", "").lower()
+    wanted = "none" if text == "none" else parse_output_format(text)
+    if text and wanted is None:
         raise BadParameter("f", f"f must be one of {', '.join(OUTPUT_FORMATS)} or none.")
-    if len(set(formats.values())) > 1:
-        raise BadParameter("f", "f and the path's extension name two formats.")
-    return next(iter(formats.values()), None) or ""
+    if extension is None:
+        return wanted or ""
+    format = parse_output_format(extension)
+    if format is None:
+        raise BadParameter("f", f"The path's extension must be one of {', '.join(OUTPUT_FORMATS)}, or absent.")
+    if wanted is not None and wanted != format:
+        raise BadParameter("f", f"f={text} contradicts the path's extension, .{extension.lower()}.")
+    return format

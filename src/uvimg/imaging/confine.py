@@ -1,8 +1,9 @@
 """A worker's cage: resource limits, no new privileges, Landlock, a seccomp filter, and no life after its parent.
 
 Called before libvips starts a thread, for Landlock and seccomp confine the calling thread and what it
-starts later. After it no file can be opened, no socket made and no program run; what was opened before
-stays usable. Landlock alone would leave UDP and named sockets, and before Linux 6.7 every other connection.
+starts later. With Landlock no file can be opened, with seccomp no socket made, no program run and no other
+process signalled or limited; what was opened before stays usable. Landlock alone would leave UDP and named
+sockets, and before Linux 6.7 every other connection.
 ctypes is enough: the C library has no wrappers for these calls.
 """
 
@@ -38,18 +39,21 @@ def die_with_parent(parent_pid: int) -> None:
         raise SystemExit(1)
 
 
-def confine(memory_bytes: int) -> tuple[str, ...]:
-    """Give up what an image decoder has no use for; the names of what is in force.
-
-    `memory_bytes` bounds the address space, 0 leaves it unbounded. What the kernel does not have is left
-    out of the answer; the caller decides whether that will do.
-    """
+def limit(memory_bytes: int) -> None:
+    """Bound the address space (0 leaves it unbounded) and descriptors; no core files of other people's pictures."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The socket, an original's descriptor, libvips' copy of it, and stderr.
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    in_force = ["limits"]
+
+
+def confine() -> tuple[str, ...]:
+    """Give up what an image decoder has no use for; the names of what is in force.
+
+    What the kernel does not have is left out of the answer; the caller decides whether that will do.
+    """
+    in_force = []
     if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0:
         in_force.append("no_new_privs")
         if _restrict_by_landlock():
@@ -85,15 +89,16 @@ def _restrict_by_landlock() -> bool:
 
 # What is denied, by number, for each machine that we know (its AUDIT_ARCH first), in this order: socket, connect,
 # bind, listen; execve, execveat; kill, pidfd_open, ptrace, process_vm_readv, process_vm_writev; bpf, userfaultfd,
-# perf_event_open, keyctl, io_uring_setup (which would go round all this), unshare, setns.
+# perf_event_open, keyctl, io_uring_setup (which would go round all this), unshare, setns; tkill, rt_sigqueueinfo,
+# rt_tgsigqueueinfo, prlimit64, which reach other processes of the same user. abort() needs tgkill, so that stays.
 _DENIED: dict[str, tuple[int, tuple[int, ...]]] = {
     "x86_64": (
         0xC000003E,
-        (41, 42, 49, 50, 59, 322, 62, 434, 101, 310, 311, 321, 323, 298, 250, 425, 272, 308),
+        (41, 42, 49, 50, 59, 322, 62, 434, 101, 310, 311, 321, 323, 298, 250, 425, 272, 308, 200, 129, 297, 302),
     ),
     "aarch64": (
         0xC00000B7,
-        (198, 203, 200, 201, 221, 281, 129, 434, 117, 270, 271, 280, 282, 241, 219, 425, 97, 268),
+        (198, 203, 200, 201, 221, 281, 129, 434, 117, 270, 271, 280, 282, 241, 219, 425, 97, 268, 130, 138, 240, 261),
     ),
 }
 _LOAD_WORD, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06

@@ -266,7 +266,7 @@ class Pool:
                 self._welcome(await _start_worker(self._settings))
                 return
             except WorkerDied:
-                delay_s = min(30.0, 2 * delay_s or 0.5)
+                delay_s = min(5.0, 2 * delay_s or 0.5)
                 log.error("no worker could be started; trying again in %g s", delay_s)
 
     def _keep(self, coroutine: Coroutine[None, None, None]) -> None:
@@ -413,7 +413,8 @@ async def _start_worker(settings: PoolSettings) -> _Worker:
         end = writer
         async with asyncio.timeout(_START_TIMEOUT_S):
             ready, _ = await _read_answer(reader)
-        assert isinstance(ready, Ready)
+        if not isinstance(ready, Ready):
+            raise EOFError
         if settings.sandbox == "require" and "landlock" not in ready.confined_by:
             raise WorkerDied("sandbox is 'require', but this kernel has no Landlock to confine workers with")
     except BaseException as exc:
@@ -436,5 +437,8 @@ async def _read_answer(reader: asyncio.StreamReader) -> tuple[Answer, bytes]:
     head_size, size = PREFIX.unpack(await reader.readexactly(PREFIX.size))
     if head_size > _MAX_HEAD_BYTES or size > _MAX_BODY_BYTES:
         raise EOFError
-    head = msgspec.msgpack.decode(await reader.readexactly(head_size), type=Answer)
+    try:
+        head = msgspec.msgpack.decode(await reader.readexactly(head_size), type=Answer)
+    except msgspec.DecodeError as exc:
+        raise EOFError from exc
     return head, await reader.readexactly(size)

@@ -37,7 +37,7 @@ from uvimg.imaging import (
     Request,
     encode_frame,
 )
-from uvimg.imaging.confine import confine, die_with_parent
+from uvimg.imaging.confine import confine, die_with_parent, limit
 
 # pyvips has no types.
 Image: TypeAlias = Any
@@ -75,8 +75,9 @@ def main() -> None:
     # in turn may only work once confined, for the threads that it starts then stay.
     is_srgb_profile(b"")
     in_force: tuple[str, ...] = ()
+    limit(settings.memory_bytes)
     if settings.sandbox != "off":
-        in_force = confine(settings.memory_bytes)
+        in_force = confine()
     reads, writes = _try_out(settings.allowed)
     version = ".".join(str(pyvips.version(part)) for part in range(3))
     connection.sendall(encode_frame(Ready(version, reads, writes, in_force), 0))

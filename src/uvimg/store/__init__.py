@@ -6,7 +6,7 @@ the end of the process and of the power.
 Rule: a backend's foreign errors become StoreDown and StoreFull at its own edge.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -32,10 +32,10 @@ class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One step of a long walk over the store: what was looked at, and what is wrong with it or was done to it."""
+    """One step of a long walk over the store: what was looked at, and what is wrong with it, "" for nothing."""
 
     subject: str
-    trouble: str = ""
+    note: str = ""
 
 
 class Near(Protocol):
@@ -85,16 +85,19 @@ class Store(Protocol):
     async def get(self, digest: Digest) -> Content | None: ...
 
     async def bind(
-        self, name: bytes, record: Record, blob: Incoming | None = None, *, replace: bool = True
-    ) -> Record | None:
-        """Point a name at a blob, which comes along as `blob` unless another name has it already.
+        self, names: Sequence[bytes], record: Record, blob: Incoming | None = None, *, replace: bool = True
+    ) -> list[Record | None]:
+        """Point names at a blob, all at once; it comes along as `blob` unless another name has it already.
 
-        Returns the record that the name has now: with `replace` False an existing one stays. None, and
+        Returns the record that each name has now: with `replace` False an existing one stays. None, and
         nothing done, when the blob neither comes along nor is there.
         """
 
-    async def unbind(self, name: bytes) -> Record | None:
-        """Take a name away, and its blob too when no other name points at it. The record it had."""
+    async def unbind(self, names: Sequence[bytes], digest: Digest | None = None) -> list[Record | None]:
+        """Take names away, all at once, and their blobs too when no other name points at them.
+
+        With `digest` only those that point at that blob. Returns the records that were taken.
+        """
 
     async def scan(self, prefix: bytes, after: bytes = b"", limit: int = 1000) -> list[tuple[bytes, Record]]:
         """Names with this prefix and behind `after`, in order, and their records."""
@@ -111,18 +114,20 @@ class Store(Protocol):
     async def close(self) -> None: ...
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str, *, create: bool = True) -> Store:
     """The store that a URL names: `local:DIR` or `memory:`. ValueError with a sentence for any other.
 
-    StoreDown when it is there but cannot be used.
+    StoreDown when it cannot be used, or is not there and `create` is False.
     """
     scheme, colon, rest = url.partition(":")
     match scheme:
         case "local" if colon and rest:
             from uvimg.store.local import LocalStore
 
-            return LocalStore(rest)
+            return LocalStore(rest, create=create)
         case "memory" if colon and not rest:
+            if not create:
+                raise ValueError("memory: is empty at every start, so there is nothing to look at")
             from uvimg.store.memory import MemoryStore
 
             return MemoryStore()

@@ -26,7 +26,7 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,14 +61,20 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 class LocalStore:
     """A store in a folder. StoreDown when it cannot be opened."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, create: bool = True) -> None:
         self._path = Path(path)
+        if not create and not (self._path / "format").exists():
+            raise StoreDown(f"There is no store in {path}.")
         try:
             _make_folders(self._path)
+            fresh = not (self._path / "names" / "data.mdb").exists()
             self._env = lmdb.open(
                 str(self._path / "names"), map_size=_MAP_BYTES, max_dbs=3, max_readers=1024, readahead=False
             )
             self._names, self._small, self._uses = (self._env.open_db(key) for key in (b"names", b"small", b"uses"))
+            if fresh:
+                # LMDB syncs its file, and nobody yet the folder that the file has come into.
+                _sync_folder(self._path / "names")
             # Slots of readers that were killed would keep old pages alive.
             self._env.reader_check()
         except (OSError, lmdb.Error) as exc:
@@ -87,29 +93,24 @@ class LocalStore:
         return self.near.get(digest)
 
     async def bind(
-        self, name: bytes, record: Record, blob: Incoming | None = None, *, replace: bool = True
-    ) -> Record | None:
-        assert 0 < len(name) <= MAX_NAME_BYTES
+        self, names: Sequence[bytes], record: Record, blob: Incoming | None = None, *, replace: bool = True
+    ) -> list[Record | None]:
+        assert all(0 < len(name) <= MAX_NAME_BYTES for name in names)
         assert blob is None or isinstance(blob, LocalIncoming)
 
-        def change(txn: lmdb.Transaction, batch: _Batch) -> Record | None:
-            return self._bind(txn, batch, name, record, blob, replace)
+        def change(txn: lmdb.Transaction, batch: _Batch) -> list[Record | None]:
+            return [self._bind(txn, batch, name, record, blob, replace) for name in names]
 
-        bound: Record | None = await self._writer.submit(change)
-        if blob is not None and bound is not None and bound.digest == record.digest:
+        bound: list[Record | None] = await self._writer.submit(change)
+        if blob is not None and any(each is not None and each.digest == record.digest for each in bound):
             blob.named = True
         return bound
 
-    async def unbind(self, name: bytes) -> Record | None:
-        def change(txn: lmdb.Transaction, batch: _Batch) -> Record | None:
-            data = txn.pop(name, db=self._names)
-            if data is None:
-                return None
-            record = _decode(data)
-            self._count(txn, batch, record, -1)
-            return record
+    async def unbind(self, names: Sequence[bytes], digest: Digest | None = None) -> list[Record | None]:
+        def change(txn: lmdb.Transaction, batch: _Batch) -> list[Record | None]:
+            return [self._unbind(txn, batch, name, digest) for name in names]
 
-        taken: Record | None = await self._writer.submit(change)
+        taken: list[Record | None] = await self._writer.submit(change)
         return taken
 
     async def scan(self, prefix: bytes, after: bytes = b"", limit: int = 1000) -> list[tuple[bytes, Record]]:
@@ -140,9 +141,10 @@ class LocalStore:
         old = None if data is None else _decode(data)
         if blob is None and not self._uses_of(txn, record.digest)[0]:
             return old if old is not None and not replace else None
-        if blob is not None and (replace or old is None or old.digest == record.digest):
-            # Also over a blob that is there already: it may have been damaged since.
-            self._place(txn, batch, record.digest, blob)
+        # Also over a blob that is there already: it may have been damaged since.
+        comes_along = blob is not None and (replace or old is None or old.digest == record.digest)
+        if blob is not None and comes_along and not self._place(txn, batch, record.digest, blob):
+            return None
         if old is not None and not replace:
             return old
         self._count(txn, batch, record, +1)
@@ -151,14 +153,31 @@ class LocalStore:
         txn.put(name, _encode(record), db=self._names)
         return record
 
-    def _place(self, txn: lmdb.Transaction, batch: "_Batch", digest: Digest, blob: "LocalIncoming") -> None:
+    def _unbind(self, txn: lmdb.Transaction, batch: "_Batch", name: bytes, digest: Digest | None) -> Record | None:
+        data = txn.get(name, db=self._names)
+        record = None if data is None else _decode(data)
+        if record is None or digest not in (None, record.digest):
+            return None
+        txn.delete(name, db=self._names)
+        self._count(txn, batch, record, -1)
+        return record
+
+    def _place(self, txn: lmdb.Transaction, batch: "_Batch", digest: Digest, blob: "LocalIncoming") -> bool:
+        """Put a blob where it belongs. False when its upload was given up meanwhile."""
         if blob.file is None:
             txn.put(digest, blob.data, db=self._small)
-        elif not blob.placed:
+            return True
+        with blob.moving:
+            if blob.given_up:
+                return False
             target = self._path / "blobs" / blob_path(digest)
+            if blob.placed:
+                # Bound before: it may have lost that name, and its file, since.
+                return target.exists()
             os.rename(blob.path, target)
             blob.placed = True
             batch.folders.add(target.parent)
+        return True
 
     def _uses_of(self, txn: lmdb.Transaction, digest: Digest) -> tuple[int, int]:
         """How many names point at a blob, and its size."""
@@ -244,7 +263,7 @@ class LocalStore:
         for name, _ in self._walk(self._names, b"renditions/"):
             if self.near.record(original_of(name)) is None:
                 if not dry_run:
-                    await self.unbind(name)
+                    await self.unbind([name])
                 yield Finding(name.decode(), "a rendition of an image that is gone")
         for path in self._files():
             digest = parse_blob_path(path)
@@ -266,7 +285,7 @@ class LocalStore:
     def _files(self) -> Iterator[str]:
         """The files of large blobs, as `blob_path` spells them."""
         for folder in _blob_folders():
-            with os.scandir(self._path / "blobs" / folder) as entries:
+            with contextlib.suppress(FileNotFoundError), os.scandir(self._path / "blobs" / folder) as entries:
                 yield from (f"{folder}/{entry.name}" for entry in entries)
 
 
@@ -313,7 +332,9 @@ class LocalIncoming:
         self.data = b""
         self.file: int | None = None
         self.path = blobs / "incoming" / secrets.token_hex(16)
-        self.placed = self.named = False
+        self.placed = self.named = self.given_up = False
+        # The writer's thread moves the file into place, another may be removing it.
+        self.moving = threading.Lock()
         self._threads, self._drop, self._watch = threads, drop, watch
         self._pieces: list[bytes] = []
         self._held = 0
@@ -344,13 +365,14 @@ class LocalIncoming:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self.file is not None:
+        # Not `file`: a cancelled first write may be opening it at this moment.
+        if self._working is not None:
             await self._in_thread(self._close)
             if self.placed and not self.named:
                 self._drop(self._sha256.digest())
 
     async def _in_thread(self, work: Callable[[], None]) -> None:
-        """One piece of work after the other, also when the one before was not waited for to its end."""
+        """One piece of work after the other. What was begun is done to its end, also when nobody waits any more."""
         before = self._working
 
         def in_turn() -> None:
@@ -359,7 +381,7 @@ class LocalIncoming:
             work()
 
         self._working = self._threads.submit(in_turn)
-        await asyncio.wrap_future(self._working)
+        await asyncio.shield(asyncio.wrap_future(self._working))
 
     def _digest(self, data: bytes) -> None:
         self._sha256.update(data)
@@ -390,11 +412,13 @@ class LocalIncoming:
             raise _translate(exc) from exc
 
     def _close(self) -> None:
-        assert self.file is not None
-        if not self.placed:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path)
-        os.close(self.file)
+        with self.moving:
+            self.given_up = not self.placed
+            if self.given_up:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.path)
+        if self.file is not None:
+            os.close(self.file)
 
 
 @dataclass(slots=True)
@@ -422,6 +446,8 @@ class _Writer:
         """What `change` returns, once it is committed. Its errors are StoreDown and StoreFull."""
         if self._queue.qsize() >= _MAX_QUEUE:
             raise Overloaded()
+        if not self._thread.is_alive():
+            raise StoreDown()
         future = asyncio.get_running_loop().create_future()
         self._queue.put((change, future))
         return await future
@@ -460,9 +486,9 @@ class _Writer:
                     _sync_folder(folder)
         except (lmdb.Error, OSError) as exc:
             # LMDB calls a write that was cut short by a full disk an input/output error.
-            failure = StoreFull() if _is_full(self._env.path()) else _translate(exc)
+            full = _is_full(self._env.path())
             log.error("%d writes failed: %s", len(jobs), exc)
-            outcomes = [failure] * len(jobs)
+            outcomes = [StoreFull() if full else _translate(exc) for _ in jobs]
         except Exception as exc:
             # Our own bug fails these writes, not this thread and with it all that follow.
             log.exception("%d writes failed", len(jobs))
@@ -510,8 +536,10 @@ def _make_folders(path: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.rename(draft, layout)
-    for folder in (path / "blobs", path, path.absolute().parent):
-        _sync_folder(folder)
+    for folder in (path / "blobs", path, *path.absolute().parents):
+        # Any of these may have been made just now; those above may not be ours to open.
+        with contextlib.suppress(PermissionError):
+            _sync_folder(folder)
 
 
 def _sync_folder(path: Path) -> None:
@@ -538,7 +566,10 @@ def _remove_orphans(incoming: Path, dry_run: bool) -> list[str]:
 
 def _is_full(path: str) -> bool:
     """Whether a file system has less room than the largest write of a commit may need."""
-    disk = os.statvfs(path)
+    try:
+        disk = os.statvfs(path)
+    except OSError:
+        return False
     return disk.f_bavail * disk.f_frsize < (1 << 20)
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from uvimg.core.address import Digest
 from uvimg.store import Finding, Incoming, Record
@@ -36,8 +36,11 @@ class MemoryStore:
         return self._blobs.get(digest)
 
     async def bind(
-        self, name: bytes, record: Record, blob: Incoming | None = None, *, replace: bool = True
-    ) -> Record | None:
+        self, names: Sequence[bytes], record: Record, blob: Incoming | None = None, *, replace: bool = True
+    ) -> list[Record | None]:
+        return [self._bind(name, record, blob, replace) for name in names]
+
+    def _bind(self, name: bytes, record: Record, blob: Incoming | None, replace: bool) -> Record | None:
         old = self._names.get(name)
         if old is not None and not replace:
             return old
@@ -51,11 +54,17 @@ class MemoryStore:
             self._release(old)
         return record
 
-    async def unbind(self, name: bytes) -> Record | None:
-        old = self._names.pop(name, None)
-        if old is not None:
-            self._release(old)
-        return old
+    async def unbind(self, names: Sequence[bytes], digest: Digest | None = None) -> list[Record | None]:
+        taken: list[Record | None] = []
+        for name in names:
+            old = self._names.get(name)
+            if old is not None and digest in (None, old.digest):
+                del self._names[name]
+                self._release(old)
+                taken.append(old)
+            else:
+                taken.append(None)
+        return taken
 
     def _release(self, record: Record) -> None:
         self._counts[record.digest] -= 1

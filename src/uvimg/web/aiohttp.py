@@ -5,6 +5,7 @@ really wants the body; and a body that nobody read to its end closes the connect
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -17,10 +18,12 @@ from uvimg.core.message import FilePart, Request, Response, fold_headers, split_
 from uvimg.service import Service
 from uvimg.web import WebSettings
 
+# When requests have been answered, or their grace is over: for what is still in a buffer.
+_LAST_WRITES_S = 1.0
 # A body must come at this rate after a start that is free: slower ones only hold a place.
 _BODY_START_S = 20.0
 _BODY_BYTES_PER_S = 1024
-# Large files are read in pieces of this size, in a thread: a disk may take its time.
+# Files are sent in such pieces. A large one is read in a thread: a disk may take its time.
 _PIECE_BYTES = 262_144
 _READ_AT_ONCE_BYTES = 1 << 20
 
@@ -41,25 +44,48 @@ class AiohttpFrontEnd:
             # Ours says the same for every front-end.
             access_log=None,
         )
-        self._runner = web.ServerRunner(server, shutdown_timeout=settings.grace_s)
+        self._runner = web.ServerRunner(server, shutdown_timeout=_LAST_WRITES_S)
+        self._sites: list[web.SockSite] = []
+        self._stopping = False
+        self._in_flight = 0
+        self._quiet = asyncio.Event()
 
     async def start(self, listeners: list[socket.socket]) -> None:
         await self._runner.setup()
         for listener in listeners:
-            await web.SockSite(self._runner, listener, backlog=self._settings.backlog).start()
+            site = web.SockSite(self._runner, listener, backlog=self._settings.backlog)
+            await site.start()
+            self._sites.append(site)
 
     async def stop(self) -> None:
+        for site in self._sites:
+            await site.stop()
+        self._stopping = True
+        if self._in_flight:
+            # Not aiohttp's own shutdown yet: from its first moment on it reads no more of any body.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.grace_s):
+                    await self._quiet.wait()
         await self._runner.cleanup()
 
     async def _handle(self, incoming: web.BaseRequest) -> web.StreamResponse:
-        request = _translate(incoming)
-        response = self._service.try_now(request)
-        if response is None:
-            response = await self._service.handle(request)
+        self._in_flight += 1
+        self._quiet.clear()
         try:
-            return await _send(incoming, response)
+            request = _translate(incoming)
+            response = self._service.try_now(request)
+            if response is None:
+                response = await self._service.handle(request)
+            if self._stopping:
+                response.headers["Connection"] = "close"
+            try:
+                return await _send(incoming, response)
+            finally:
+                response.release()
         finally:
-            response.release()
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._quiet.set()
 
 
 def _translate(incoming: web.BaseRequest) -> Request:
@@ -102,17 +128,19 @@ async def _send(incoming: web.BaseRequest, response: Response) -> web.StreamResp
     body = response.body
     if not isinstance(body, FilePart):
         return web.Response(status=response.status, headers=headers, body=body)
-    if body.size <= _READ_AT_ONCE_BYTES or incoming.method == "HEAD":
-        answer = web.StreamResponse(status=response.status, headers=headers)
-        answer.content_length = body.size
-        await answer.prepare(incoming)
-        if incoming.method != "HEAD":
-            await answer.write(os.pread(body.file.fileno(), body.size, body.start))
-        return answer
     answer = web.StreamResponse(status=response.status, headers=headers)
     answer.content_length = body.size
     await answer.prepare(incoming)
+    if incoming.method == "HEAD":
+        return answer
     for start in range(body.start, body.start + body.size, _PIECE_BYTES):
         size = min(_PIECE_BYTES, body.start + body.size - start)
-        await answer.write(await asyncio.to_thread(os.pread, body.file.fileno(), size, start))
+        if body.size <= _READ_AT_ONCE_BYTES:
+            piece = os.pread(body.file.fileno(), size, start)
+        else:
+            piece = await asyncio.to_thread(os.pread, body.file.fileno(), size, start)
+        if len(piece) < size:
+            # The file has been cut while it was sent: what would follow is no part of it.
+            raise ConnectionResetError
+        await answer.write(piece)
     return answer

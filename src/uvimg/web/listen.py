@@ -1,12 +1,12 @@
-"""Listening sockets, opened before any front-end knows of them."""
+"""Sockets to listen on, bound before anything is started: a port that is taken is found at once."""
 
 import socket
 
 
-def open_listeners(host: str, port: int, backlog: int) -> list[socket.socket]:
+def bind_sockets(host: str, port: int) -> list[socket.socket]:
     """A socket for each address that `host` stands for. OSError when one cannot be had; then none is left open.
 
-    With port 0 all of them listen on the same free port.
+    With port 0 all of them get the same free port. Nobody can connect before a front-end listens.
     """
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     listeners: list[socket.socket] = []
@@ -19,7 +19,6 @@ def open_listeners(host: str, port: int, backlog: int) -> list[socket.socket]:
                 # Else [::] takes IPv4 as well, and 0.0.0.0 beside it fails.
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listener.bind((address[0], port, *address[2:]))
-            listener.listen(backlog)
             port = listener.getsockname()[1]
     except BaseException:
         for listener in listeners:

@@ -55,6 +55,7 @@ class StreamsFrontEnd:
     async def start(self, listeners: list[socket.socket]) -> None:
         for listener in listeners:
             listener.setblocking(False)
+            listener.listen(self._settings.backlog)
             self._accepting.append(asyncio.create_task(self._accept(listener)))
 
         self._watching = asyncio.create_task(self._watch())
