@@ -75,7 +75,7 @@ class ImagesSettings:
     admin_page: bytes
 
 
-class Image(msgspec.Struct, frozen=True, array_like=True):
+class Facts(msgspec.Struct, frozen=True, array_like=True):
     """The facts in an original's record."""
 
     md5: str
@@ -95,7 +95,7 @@ class Stored:
     """One uploaded image, in the store."""
 
     record: Record
-    image: Image
+    facts: Facts
     conflict: DigestConflict | None = None
 
 
@@ -109,7 +109,7 @@ class _Staged:
 
 
 _encode_facts = msgspec.msgpack.Encoder().encode
-_decode_image = msgspec.msgpack.Decoder(Image).decode
+_decode_facts = msgspec.msgpack.Decoder(Facts).decode
 _encode_json = msgspec.json.Encoder().encode
 
 # What a request means is a pure function of method, path and query, and most requests repeat one. Long ones
@@ -141,7 +141,7 @@ class Images:
 
         @lru_cache(8192)
         def plan(params: Params, digest: Digest, facts: bytes, size: int) -> tuple[Plan, str]:
-            made = make_plan(params, _decode_image(facts).source, size, settings.rules)
+            made = make_plan(params, _decode_facts(facts).source, size, settings.rules)
             return made, made.key
 
         self._plan = plan
@@ -303,7 +303,7 @@ class Images:
             return Rendition(record, content)
         content = await self._fetch(original, original)
         try:
-            source = _decode_image(original.facts).source
+            source = _decode_facts(original.facts).source
             rendered, body = await self._pool.run(Render(source.format, plan), content, "renditions")
         finally:
             _close(content)
@@ -357,7 +357,7 @@ class Images:
             return _answer_created(stored)
         if stored.conflict:
             raise stored.conflict
-        return _json({"ret": True, "info": {"md5": stored.image.md5, "size": stored.record.size}})
+        return _json({"ret": True, "info": {"md5": stored.facts.md5, "size": stored.record.size}})
 
     async def _upload_form(self, request: Request, files: "_Files") -> Response:
         """The files of a form. Nothing is bound before it has come to its end; a bad file does not undo the others."""
@@ -401,7 +401,7 @@ class Images:
                 finally:
                     _close(content)
                 assert isinstance(inspected, Inspected)
-                facts = _encode_facts(Image(md5.hexdigest(), inspected.source))
+                facts = _encode_facts(Facts(md5.hexdigest(), inspected.source))
                 record = Record(digest, incoming.size, media_type(inspected.source.format), int(time.time()), facts)
             yield _Staged(incoming, record, md5.hexdigest())
 
@@ -413,7 +413,7 @@ class Images:
         assert bound is not None
         assert alias is not None
         conflict = DigestConflict(digest.hex()) if alias.digest != digest else None
-        return Stored(bound, _decode_image(bound.facts), conflict)
+        return Stored(bound, _decode_facts(bound.facts), conflict)
 
     async def _receive(self, chunks: AsyncIterable[bytes], write: Callable[[bytes], Any]) -> Format:
         """Pass the bytes on. What is no image is refused as soon as its first bytes say so."""
@@ -448,8 +448,8 @@ class Images:
         record = await self._store.record(image_name(query.image_id))
         if record is None:
             raise NotFound()
-        image = _decode_image(record.facts)
-        return _json(_describe(record, image) if modern else {"ret": True, "info": _describe_as_zimg(record, image)})
+        facts = _decode_facts(record.facts)
+        return _json(_describe(record, facts) if modern else {"ret": True, "info": _describe_as_zimg(record, facts)})
 
     async def _remove(self, request: Request, query: Remove) -> Response:
         client = find_client(request.peer, request.headers, self._settings.trusted_proxies)
@@ -459,7 +459,7 @@ class Images:
         if record is None:
             raise NotFound()
         # After a conflict the MD5 is another image's name, and stays.
-        names = [image_name(record.digest.hex()), image_name(_decode_image(record.facts).md5)]
+        names = [image_name(record.digest.hex()), image_name(_decode_facts(record.facts).md5)]
         await self._store.unbind(names, record.digest)
         await self._forget_renditions(record.digest)
         if not query.by_get:
@@ -573,11 +573,11 @@ def _page(body: bytes) -> Response:
     return Response(200, headers | {"Content-Security-Policy": _PAGE_POLICY, "Referrer-Policy": "same-origin"}, body)
 
 
-def _describe(record: Record, image: Image) -> dict[str, object]:
-    source = image.source
+def _describe(record: Record, facts: Facts) -> dict[str, object]:
+    source = facts.source
     return {
         "id": record.digest.hex(),
-        "md5": image.md5,
+        "md5": facts.md5,
         "sha256": record.digest.hex(),
         "size": record.size,
         "type": record.type,
@@ -592,8 +592,8 @@ def _describe(record: Record, image: Image) -> dict[str, object]:
     }
 
 
-def _describe_as_zimg(record: Record, image: Image) -> dict[str, object]:
-    source = image.source
+def _describe_as_zimg(record: Record, facts: Facts) -> dict[str, object]:
+    source = facts.source
     return {
         "size": record.size,
         "width": source.width,
@@ -611,7 +611,7 @@ def _answer_created(stored: Stored) -> Response:
     if stored.conflict:
         raise stored.conflict
     url = f"/images/{stored.record.digest.hex()}"
-    response = _json({"url": url, **_describe(stored.record, stored.image)}, 201)
+    response = _json({"url": url, **_describe(stored.record, stored.facts)}, 201)
     response.headers["Location"] = url
     return response
 
@@ -622,7 +622,7 @@ def _tell_form(outcomes: Sequence[tuple[str, Stored | UvimgError]], port: int) -
     for filename, outcome in outcomes:
         match outcome:
             case Stored(conflict=None):
-                md5 = outcome.image.md5
+                md5 = outcome.facts.md5
                 blocks.append(
                     f"<h1>MD5: {md5}</h1>\nImage upload successfully! You can get this image via this address:"
                     f'<br/><br/>\n<a href="/{md5}">http://yourhostname:{port}/{md5}</a>'
@@ -644,7 +644,7 @@ def _tell_form_as_json(outcomes: Sequence[tuple[str, Stored | UvimgError]]) -> R
         if error is not None:
             info.append({"name": filename, "error": {"code": error.code, "message": error.detail}})
         elif isinstance(outcome, Stored):
-            info.append({"name": filename, "md5": outcome.image.md5, "size": outcome.record.size})
+            info.append({"name": filename, "md5": outcome.facts.md5, "size": outcome.record.size})
     return _json({"ret": any("md5" in entry for entry in info), "info": info})
 
 

@@ -41,7 +41,7 @@ class Render(msgspec.Struct, frozen=True, tag=True):
 Job = Inspect | Render
 
 
-class Request(msgspec.Struct, frozen=True):
+class Order(msgspec.Struct, frozen=True):
     """The head of a frame to the child. `file_size` is set when a descriptor comes with it, which is then that long."""
 
     job: Job
@@ -77,7 +77,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     detail: str
 
 
-Answer = Ready | Inspected | Rendered | Refused
+Reply = Ready | Inspected | Rendered | Refused
 
 
 def encode_frame(head: msgspec.Struct, size: int) -> bytes:

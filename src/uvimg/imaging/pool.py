@@ -24,7 +24,7 @@ import msgspec
 from uvimg.core.errors import BeyondLimits, Overloaded, TooSlow, Undecodable, UvimgError, WorkerFailed
 from uvimg.core.formats import Format
 from uvimg.core.message import Content, FilePart
-from uvimg.imaging import PREFIX, Answer, Inspected, Job, Ready, Refused, Rendered, Request, encode_frame
+from uvimg.imaging import PREFIX, Inspected, Job, Order, Ready, Refused, Rendered, Reply, encode_frame
 
 log = logging.getLogger("uvimg.imaging")
 
@@ -199,13 +199,13 @@ class Pool:
                     return
         self._idle.append(worker)
 
-    async def _work(self, worker: "_Worker", told: bool) -> tuple[Answer, bytes]:
+    async def _work(self, worker: "_Worker", told: bool) -> tuple[Reply, bytes]:
         """Wait for the answer to the job that a worker was told; it is idle or on its way out afterwards."""
         try:
             if not told:
                 raise EOFError
             async with asyncio.timeout(self._settings.timeout_s):
-                result = await worker.answer()
+                result = await worker.reply()
         except TimeoutError:
             log.warning("a worker was killed: its job took longer than %g s", self._settings.timeout_s)
             worker.kill()
@@ -275,7 +275,7 @@ class Pool:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _settle(work: "asyncio.Task[tuple[Answer, bytes]]") -> None:
+async def _settle(work: "asyncio.Task[tuple[Reply, bytes]]") -> None:
     """See a job to its end that nobody waits for any more."""
     try:
         await work
@@ -330,18 +330,18 @@ class _Worker:
             # Handed over, it died before its new holder came to it: the socket is closed, and uvloop raises on those.
             return False
         if not isinstance(original, FilePart):
-            self.writer.writelines((encode_frame(Request(job), len(original)), original))
+            self.writer.writelines((encode_frame(Order(job), len(original)), original))
             return True
-        frame = encode_frame(Request(job, original.size), 0)
+        frame = encode_frame(Order(job, original.size), 0)
         try:
             # Smaller than any socket's buffer, and the worker is idle: never blocks, never goes in part.
             return socket.send_fds(self.raw, [frame], [original.file.fileno()]) == len(frame)
         except OSError:
             return False
 
-    async def answer(self) -> tuple[Answer, bytes]:
+    async def reply(self) -> tuple[Reply, bytes]:
         await self.writer.drain()
-        return await _read_answer(self.reader)
+        return await _read_reply(self.reader)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -412,7 +412,7 @@ async def _start_worker(settings: PoolSettings) -> _Worker:
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 22)
         end = writer
         async with asyncio.timeout(_START_TIMEOUT_S):
-            ready, _ = await _read_answer(reader)
+            ready, _ = await _read_reply(reader)
         if not isinstance(ready, Ready):
             raise EOFError
         if settings.sandbox == "require" and "landlock" not in ready.confined_by:
@@ -432,13 +432,13 @@ async def _start_worker(settings: PoolSettings) -> _Worker:
     return _Worker(process, reader, writer, raw, ready, until)
 
 
-async def _read_answer(reader: asyncio.StreamReader) -> tuple[Answer, bytes]:
+async def _read_reply(reader: asyncio.StreamReader) -> tuple[Reply, bytes]:
     """An answer and its bytes. EOFError also for one that no honest worker gives."""
     head_size, size = PREFIX.unpack(await reader.readexactly(PREFIX.size))
     if head_size > _MAX_HEAD_BYTES or size > _MAX_BODY_BYTES:
         raise EOFError
     try:
-        head = msgspec.msgpack.decode(await reader.readexactly(head_size), type=Answer)
+        head = msgspec.msgpack.decode(await reader.readexactly(head_size), type=Reply)
     except msgspec.DecodeError as exc:
         raise EOFError from exc
     return head, await reader.readexactly(size)

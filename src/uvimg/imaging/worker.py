@@ -25,19 +25,22 @@ from uvimg.core.formats import FORMATS, OUTPUT_FORMATS, Format, is_srgb_profile,
 from uvimg.core.plan import Crop, Encode, Flatten, Gray, Load, Plan, Rotate, Source, Step
 from uvimg.imaging import (
     PREFIX,
-    Answer,
     Inspect,
     Inspected,
     Job,
     Limits,
+    Order,
     Ready,
     Refused,
     Render,
     Rendered,
-    Request,
+    Reply,
     encode_frame,
 )
 from uvimg.imaging.confine import confine, die_with_parent, limit
+
+# Below this a picture is no longer worth its bytes.
+_LEAST_QUALITY = 10
 
 # pyvips has no types.
 Image: TypeAlias = Any
@@ -53,7 +56,7 @@ _LOADERS: dict[Format, str] = {
 }
 
 
-class Settings(msgspec.Struct, frozen=True):
+class Arguments(msgspec.Struct, frozen=True):
     """What the parent says on the command line. `sandbox` is "auto", "require" or "off"."""
 
     socket_fd: int
@@ -64,21 +67,21 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    settings = msgspec.json.decode(sys.argv[1].encode(), type=Settings)
-    die_with_parent(settings.parent_pid)
+    arguments = msgspec.json.decode(sys.argv[1].encode(), type=Arguments)
+    die_with_parent(arguments.parent_pid)
     # Ctrl-C and a service manager's SIGTERM reach the whole group; the parent says when work is over.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    connection = socket.socket(fileno=settings.socket_fd)
-    _set_up_libvips(settings.allowed)
+    connection = socket.socket(fileno=arguments.socket_fd)
+    _set_up_libvips(arguments.allowed)
     # Looking into a profile takes a codec that Python imports on first use, which it cannot once confined. libvips
     # in turn may only work once confined, for the threads that it starts then stay.
     is_srgb_profile(b"")
     in_force: tuple[str, ...] = ()
-    limit(settings.memory_bytes)
-    if settings.sandbox != "off":
+    limit(arguments.memory_bytes)
+    if arguments.sandbox != "off":
         in_force = confine()
-    reads, writes = _try_out(settings.allowed)
+    reads, writes = _try_out(arguments.allowed)
     version = ".".join(str(pyvips.version(part)) for part in range(3))
     connection.sendall(encode_frame(Ready(version, reads, writes, in_force), 0))
     while (received := _receive(connection)) is not None:
@@ -121,9 +124,9 @@ def _receive(connection: socket.socket) -> tuple[Job, Original] | None:
     if not start:
         return None
     head_size, size = PREFIX.unpack(start + _receive_exactly(connection, PREFIX.size - len(start)))
-    request = msgspec.msgpack.decode(_receive_exactly(connection, head_size), type=Request)
+    order = msgspec.msgpack.decode(_receive_exactly(connection, head_size), type=Order)
     data = _receive_exactly(connection, size)
-    return request.job, Original(data, fds[0] if fds else None, request.file_size if fds else size)
+    return order.job, Original(data, fds[0] if fds else None, order.file_size if fds else size)
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:
@@ -138,7 +141,7 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _answer(job: Job, original: Original) -> tuple[Answer, bytes]:
+def _answer(job: Job, original: Original) -> tuple[Reply, bytes]:
     try:
         match job:
             case Inspect():
@@ -299,8 +302,8 @@ def _render(format: Format, plan: Plan, original: Original) -> tuple[Rendered, b
         if kept is not None:
             as_original = kept == data
             return Rendered(format, width, height, as_original), b"" if as_original else kept
-    while len(body) > encode.max_bytes and encode.quality > 20:
-        encode = msgspec.structs.replace(encode, quality=encode.quality - 15)
+    while len(body) > encode.max_bytes and encode.quality > _LEAST_QUALITY:
+        encode = msgspec.structs.replace(encode, quality=max(_LEAST_QUALITY, encode.quality - 15))
         body = _write(image, encode)
     return Rendered(encode.format, width, height), body
 
