@@ -76,6 +76,11 @@ def _spell_flags(name: str, value: Any) -> list[str]:
     return [f"--{name}={item}" for item in (value if isinstance(value, list) else [value])]
 
 
+def make_photo(seed: int, width: int = 64, height: int = 48) -> bytes:
+    """A small JPEG, another one for each seed."""
+    return corpus.jpeg(corpus.photo(width, height, seed=seed))
+
+
 def decode(data: bytes) -> Any:
     """An image from its bytes, animations as a tall strip."""
     try:
