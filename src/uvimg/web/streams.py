@@ -119,8 +119,6 @@ class _Conversation:
         self.idle = True
         # Whether the answer at hand is the last one on this connection.
         self.last = False
-        # Whether the client may still be sending what nobody will read.
-        self._unread = False
         # In the loop's time.
         self.deadline = math.inf
         self._expired = False
@@ -157,8 +155,7 @@ class _Conversation:
                     head = await self._read_head(stream)
                     if head is not None:
                         await self._answer(stream, head)
-                if self._unread or stream.is_ahead:
-                    await self._linger(stream)
+                await self._linger(stream)
 
     async def _read_head(self, stream: Stream) -> Head | None:
         """The next head; None when it was none and has been refused. EOFError at the end.
@@ -184,7 +181,7 @@ class _Conversation:
 
     async def _refuse(self, stream: Stream, error: UvimgError) -> None:
         """Say why a head is none; nothing behind it can be told apart."""
-        self.last = self._unread = True
+        self.last = True
         await self._send(stream, refuse_head(error), None)
 
     async def _answer(self, stream: Stream, head: Head) -> None:
@@ -195,8 +192,7 @@ class _Conversation:
         response = self._service.try_now(request)
         if response is None:
             response = await (self._service.handle(request) if head.has_body else self._work(stream, request))
-        self._unread = not body.ended
-        self.last = self.last or not head.keep_alive or self._unread
+        self.last = self.last or not head.keep_alive or not body.ended
         try:
             await self._send(stream, response, head)
         finally:

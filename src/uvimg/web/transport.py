@@ -177,7 +177,7 @@ class _Connection(asyncio.Protocol):
         self._writable.set()
         self.write_deadline = math.inf
         if self._lingering:
-            self._allow(LINGER_S)
+            self._loop.call_soon(self._end_writing)
         elif self._task is None:
             self._advance()
         self.regulate()
@@ -187,8 +187,8 @@ class _Connection(asyncio.Protocol):
     def finish(self) -> None:
         """What is in flight is finished, and nothing else begun."""
         self._last = True
-        if self._task is None and not self._lingering:
-            self._close()
+        if self._task is None and not self._lingering and self._transport is not None:
+            self._transport.close()
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -270,12 +270,10 @@ class _Connection(asyncio.Protocol):
             self.regulate()
         elif not self._writable.is_set():
             pass
-        elif not self._last:
-            self._await_head()
-        elif self._buffer:
+        elif self._last:
             self._linger()
         else:
-            self._close()
+            self._await_head()
 
     def _await_head(self) -> None:
         if not self._buffer:
@@ -348,7 +346,7 @@ class _Connection(asyncio.Protocol):
             self._linger()
         else:
             self._advance()
-            self.regulate()
+        self.regulate()
 
     async def _send(self, response: Response, head: Head) -> None:
         await self._writable.wait()
@@ -381,17 +379,16 @@ class _Connection(asyncio.Protocol):
         """Let the client read its last answer: closing with bytes unread would take it back."""
         self._last = self._lingering = True
         self._buffer, self._body = b"", None
-        if self._writable.is_set():
-            self._allow(LINGER_S)
         self.regulate()
-        if self._transport is not None and not self._transport.is_closing():
-            # The client may have gone in between.
+        # Not in this call, which may be asyncio's own writing: it would end the socket a second time.
+        self._loop.call_soon(self._end_writing)
+
+    def _end_writing(self) -> None:
+        """Once all is written; before that, asyncio would end a socket that its client may have reset by then."""
+        if self._transport is not None and not self._transport.is_closing() and self._writable.is_set():
+            self._allow(LINGER_S)
             with contextlib.suppress(OSError):
                 self._transport.write_eof()
-
-    def _close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
 
     # What a body asks of its connection
 
