@@ -529,7 +529,8 @@ def test_a_head_begun_behind_another_has_its_own_time(hurried: Wire, pair: tuple
     assert statuses(received) == [200] * 10
 
 
-def test_idle_connections_are_closed_and_workers_are_not(hurried: Wire) -> None:
+def test_idle_connections_are_closed_and_workers_are_not(hurried: Wire, pair: tuple[str, str]) -> None:
+    only_ours(pair, "the deadlines are ours")
     with hurried.connect() as idle, hurried.connect() as working:
         working.sendall(get("/slow/a?1800"))
         idle.sendall(get("/now"))
@@ -548,7 +549,8 @@ def test_who_never_reads_a_large_answer_is_dropped(hurried: Wire, pair: tuple[st
     wait_until(lambda: hurried.open_blobs() == 0)
 
 
-def test_who_reads_slowly_gets_all_of_a_large_answer(hurried: Wire) -> None:
+def test_who_reads_slowly_gets_all_of_a_large_answer(hurried: Wire, pair: tuple[str, str]) -> None:
+    only_ours(pair, "the deadlines are ours")
     for path, size in (("/large?6000000", 6_000_000), ("/file?4000000", 4_000_000)):
         with hurried.connect(SO_RCVBUF=65_536) as connection:
             connection.sendall(last(path))
