@@ -241,9 +241,12 @@ class _Conversation:
 
     async def _write(self, stream: Stream, data: bytes) -> None:
         """Bytes to a client that takes them: what the kernel has no room for must go at a rate."""
-        for at in range(stream.write_now(data), len(data), WRITE_STALL_BYTES):
+        left = memoryview(data)[stream.write_now(data) :]
+        while left:
             with self.within(WRITE_STALL_S):
-                await stream.write(data[at : at + WRITE_STALL_BYTES])
+                await stream.write(left[:WRITE_STALL_BYTES])
+            left = left[WRITE_STALL_BYTES:]
+            left = left[stream.write_now(left) :]
 
     async def _linger(self, stream: Stream) -> None:
         """Let the client read its last answer: closing with bytes unread would take it back."""
