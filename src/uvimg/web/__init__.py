@@ -1,8 +1,11 @@
 """Front-ends: bytes on a socket ↔ Request and Response. They translate, no more."""
 
+import os
 import socket
 from dataclasses import dataclass
 from typing import Protocol
+
+from uvimg.core.message import FilePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +25,14 @@ class FrontEnd(Protocol):
 
     async def stop(self) -> None:
         """Accept nobody else, finish what is in flight within the grace, then close everything."""
+
+
+def read_part(part: FilePart, at: int, size: int) -> bytes:
+    """Bytes of a file that is being sent. OSError when it has become shorter: a body must not be.
+
+    What follows a short body on its connection would be taken for the rest of it.
+    """
+    data = os.pread(part.file.fileno(), size, part.start + at)
+    if len(data) != size:
+        raise OSError("a file has become shorter while it was sent")
+    return data

@@ -18,6 +18,9 @@ def bind_sockets(host: str, port: int) -> list[socket.socket]:
             if family == socket.AF_INET6:
                 # Else [::] takes IPv4 as well, and 0.0.0.0 beside it fails.
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            # What a client has not taken yet waits with us, not in the kernel: each connection may hold megabytes
+            # there, and frees them in such lumps that a slow client looks like one that takes nothing.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 131_072)
             listener.bind((address[0], port, *address[2:]))
             port = listener.getsockname()[1]
     except BaseException:

@@ -7,19 +7,11 @@ and not while as much is read ahead as may be: back-pressure is the socket's own
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Self
 
 _PIECE_BYTES = 65_536
 _MAX_AHEAD_BYTES = 131_072
-
-
-class TooLong(Exception):
-    """What was looked for did not come within the limit. `read` are the bytes so far."""
-
-    def __init__(self, read: bytes) -> None:
-        super().__init__()
-        self.read = read
 
 
 class Stream:
@@ -47,25 +39,28 @@ class Stream:
         self._watch()
         return piece
 
-    async def read_until(self, mark: bytes, limit: int) -> bytes:
-        """The bytes up to and with `mark`; none at the end. TooLong past `limit`, EOFError when it ends before."""
+    async def read_until(self, mark: bytes, check: Callable[[bytes], None]) -> bytes:
+        """The bytes up to and with `mark`; EOFError when the end comes before.
+
+        `check` sees what has come while the mark has not, and raises when it is too much or cannot be right.
+        """
         seen = 0
         while (end := self._buffer.find(mark, seen)) < 0:
-            if len(self._buffer) > limit:
-                raise TooLong(self._buffer)
+            check(self._buffer)
             if self._ended:
-                if self._buffer:
-                    raise EOFError
-                return self._at_end()
+                raise self._broken or EOFError
             # The mark may have come in half.
             seen = max(0, len(self._buffer) - len(mark) + 1)
             await self._change()
         end += len(mark)
-        if end > limit:
-            raise TooLong(self._buffer)
         found, self._buffer = self._buffer[:end], self._buffer[end:]
         self._watch()
         return found
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether bytes have come that nobody has read."""
+        return bool(self._buffer)
 
     def unread(self, data: bytes) -> None:
         """Put bytes back that belong to whoever reads next."""
@@ -76,13 +71,17 @@ class Stream:
         while not self._ended:
             await self._change()
 
-    async def write(self, data: bytes) -> None:
-        """All of the bytes, as fast as the peer takes them."""
+    def write_now(self, data: bytes | memoryview) -> int:
+        """How many of these bytes there was room for."""
         try:
-            # Nearly always there is room, and then the loop need not hear of it.
-            sent = self._socket.send(data)
+            return self._socket.send(data)
         except BlockingIOError:
-            sent = 0
+            return 0
+
+    async def write(self, data: bytes | memoryview) -> None:
+        """All of the bytes, as fast as the peer takes them."""
+        # Nearly always there is room, and then the loop need not hear of it.
+        sent = self.write_now(data)
         if sent < len(data):
             await self._loop.sock_sendall(self._socket, memoryview(data)[sent:])
 

@@ -8,23 +8,22 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import socket
 import time
 from collections.abc import AsyncIterator
 from typing import Self
 
-from uvimg.core.errors import BadRequest, HeadTooLarge, RequestTimeout, TargetTooLong, UvimgError
+from uvimg.core.errors import BadRequest, RequestTimeout, UvimgError
 from uvimg.core.http1 import (
     BODY_BYTES_PER_S,
     BODY_START_S,
     HEAD_S,
     LINGER_S,
-    MAX_HEAD_BYTES,
-    MAX_TARGET_BYTES,
+    WRITE_STALL_BYTES,
     WRITE_STALL_S,
     Chunks,
     Head,
+    check_start,
     encode_head,
     parse_head,
     refuse_head,
@@ -32,8 +31,8 @@ from uvimg.core.http1 import (
 from uvimg.core.message import FilePart, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.service import Service
-from uvimg.web import WebSettings
-from uvimg.web.stream import Stream, TooLong
+from uvimg.web import WebSettings, read_part
+from uvimg.web.stream import Stream
 
 log = logging.getLogger("uvimg.web")
 
@@ -57,7 +56,6 @@ class StreamsFrontEnd:
             listener.setblocking(False)
             listener.listen(self._settings.backlog)
             self._accepting.append(asyncio.create_task(self._accept(listener)))
-
         self._watching = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
@@ -108,7 +106,8 @@ class StreamsFrontEnd:
                 task.add_done_callback(self._forget)
 
     def _forget(self, task: "asyncio.Task[None]") -> None:
-        del self._talking[task]
+        # Also of a task that was cancelled before it began.
+        self._talking.pop(task).close()
         if not task.cancelled() and (exc := task.exception()) is not None:
             log.error("a connection failed", exc_info=exc)
 
@@ -147,47 +146,46 @@ class _Conversation:
             if task.uncancel() == 0 and kind is asyncio.CancelledError:
                 raise TimeoutError from None
 
+    def close(self) -> None:
+        self._stream.close()
+
     async def hold(self) -> None:
         async with self._stream as stream:
             with contextlib.suppress(OSError, EOFError, TimeoutError):
                 while not self.last:
-                    data = await self._read_head(stream)
-                    if not data:
-                        return
-                    await self._answer(stream, data)
+                    head = await self._read_head(stream)
+                    if head is not None:
+                        await self._answer(stream, head)
+                await self._linger(stream)
 
-    async def _read_head(self, stream: Stream) -> bytes:
-        """The next head, none at the end. Waiting for its first byte is idling; from then on time counts."""
+    async def _read_head(self, stream: Stream) -> Head | None:
+        """The next head; None when it was none and has been refused. EOFError at the end.
+
+        Waiting for its first byte is idling; from then on time counts.
+        """
         self.idle = True
         with self.within(self._keepalive_s):
             first = await stream.read()
-            while first.startswith(b"\r\n"):
-                # A blank line before a request line is let pass (RFC 9112 2.2).
-                first = first[2:] or await stream.read()
         self.idle = False
+        if not first:
+            raise EOFError
         stream.unread(first)
         try:
             with self.within(HEAD_S):
-                return await stream.read_until(b"\r\n\r\n", MAX_HEAD_BYTES)
-        except TooLong as exc:
-            line = exc.read.partition(b"\r\n")[0]
-            await self._refuse(stream, TargetTooLong() if len(line) > MAX_TARGET_BYTES else HeadTooLarge())
-        except TimeoutError:
-            await self._refuse(stream, RequestTimeout("The head of the request arrived too slowly."))
-        return b""
-
-    async def _refuse(self, stream: Stream, error: UvimgError) -> None:
-        """Say why, and let the client read it: closing with bytes unread would take the answer back."""
-        self.last = True
-        await self._send(stream, refuse_head(error), None)
-        await self._linger(stream)
-
-    async def _answer(self, stream: Stream, data: bytes) -> None:
-        try:
-            head = parse_head(data)
+                data = await stream.read_until(b"\r\n\r\n", check_start)
+            return parse_head(data)
         except UvimgError as exc:
             await self._refuse(stream, exc)
-            return
+        except TimeoutError:
+            await self._refuse(stream, RequestTimeout("The head of the request arrived too slowly."))
+        return None
+
+    async def _refuse(self, stream: Stream, error: UvimgError) -> None:
+        """Say why a head is none; nothing behind it can be told apart."""
+        self.last = True
+        await self._send(stream, refuse_head(error), None)
+
+    async def _answer(self, stream: Stream, head: Head) -> None:
         body = _Body(stream, head)
         request = Request(
             head.method, head.target, head.path, head.query, head.headers, self._peer, head.length, aiter(body)
@@ -200,22 +198,25 @@ class _Conversation:
             await self._send(stream, response, head)
         finally:
             response.release()
-        if not body.ended:
-            await self._linger(stream)
 
     async def _work(self, stream: Stream, request: Request) -> Response:
         """Have a request worked on for as long as its client is there: one that goes away frees what works for it."""
         work = asyncio.create_task(self._service.handle(request))
         gone = asyncio.create_task(stream.gone())
+        response = None
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                return work.result()
-            raise ConnectionAbortedError
+            if not work.done():
+                raise ConnectionAbortedError
+            response = work.result()
+            return response
         finally:
             for task in (work, gone):
                 task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            late, _ = await asyncio.gather(work, gone, return_exceptions=True)
+            if response is None and isinstance(late, Response):
+                # It came just when nobody wanted it any more.
+                late.release()
 
     async def _send(self, stream: Stream, response: Response, head: Head | None) -> None:
         start = encode_head(
@@ -228,25 +229,32 @@ class _Conversation:
         if head is not None and head.method == "HEAD":
             body = b""
         if not isinstance(body, FilePart):
-            with self.within(WRITE_STALL_S + len(body) / BODY_BYTES_PER_S):
-                await stream.write(start + body)
+            await self._write(stream, start + body)
             return
         for at in range(0, max(body.size, 1), _PIECE_BYTES):
-            size, place = min(_PIECE_BYTES, body.size - at), body.start + at
+            size = min(_PIECE_BYTES, body.size - at)
             if body.size <= _READ_AT_ONCE_BYTES:
-                piece = os.pread(body.file.fileno(), size, place)
+                piece = read_part(body, at, size)
             else:
-                piece = await asyncio.to_thread(os.pread, body.file.fileno(), size, place)
-            with self.within(WRITE_STALL_S):
-                await stream.write(start + piece)
+                piece = await asyncio.to_thread(read_part, body, at, size)
+            await self._write(stream, start + piece)
             start = b""
 
+    async def _write(self, stream: Stream, data: bytes) -> None:
+        """Bytes to a client that takes them: what the kernel has no room for must go at a rate."""
+        left = memoryview(data)[stream.write_now(data) :]
+        while left:
+            with self.within(WRITE_STALL_S):
+                await stream.write(left[:WRITE_STALL_BYTES])
+            left = left[WRITE_STALL_BYTES:]
+            left = left[stream.write_now(left) :]
+
     async def _linger(self, stream: Stream) -> None:
+        """Let the client read its last answer: closing with bytes unread would take it back."""
         stream.end()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_S):
-                async for _ in stream:
-                    pass
+        with self.within(LINGER_S):
+            async for _ in stream:
+                pass
 
 
 class _Body:
@@ -259,18 +267,23 @@ class _Body:
     async def __aiter__(self) -> AsyncIterator[bytes]:
         if self.ended:
             return
-        if self._head.expects_continue:
-            await self._stream.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         loop = asyncio.get_running_loop()
-        started, received = loop.time(), 0
         chunks = Chunks() if self._head.length is None else None
         left = self._head.length or 0
+        # The time that passes while nobody asks for more is not the client's.
+        free_until, received = loop.time() + BODY_START_S, 0
+        invite = self._head.expects_continue and not self._stream.is_ahead
         while not self.ended:
             try:
-                async with asyncio.timeout_at(started + BODY_START_S + received / BODY_BYTES_PER_S):
+                async with asyncio.timeout_at(free_until + received / BODY_BYTES_PER_S):
+                    if invite:
+                        await self._stream.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                        invite = False
                     data = await self._stream.read(min(left, _PIECE_BYTES) if chunks is None else _PIECE_BYTES)
             except TimeoutError:
                 raise RequestTimeout() from None
+            except OSError as exc:
+                raise BadRequest("The body ended before its declared length.") from exc
             if not data:
                 raise BadRequest("The body ended before its declared length.")
             if chunks is None:
@@ -283,4 +296,6 @@ class _Body:
                     self.ended = True
             received += len(data)
             if data:
+                given = loop.time()
                 yield data
+                free_until += loop.time() - given

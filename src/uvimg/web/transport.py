@@ -2,29 +2,30 @@
 in which its bytes arrived: no task, one write for all the requests that came together, in their order.
 
 What takes waiting (a body, a rendition to be made, a large file) has a task of its connection's own, and the
-requests behind it wait in the buffer, which is bounded: above its mark the socket is not read.
+requests behind it wait in the buffer, which is bounded: above its mark the socket is not read. Nor is it while
+the client has not taken an answer: who does not read is asked for nothing more.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
-import os
 import socket
 import time
 from collections.abc import AsyncIterator
 from typing import cast
 
-from uvimg.core.errors import BadRequest, HeadTooLarge, RequestTimeout, TargetTooLong, UvimgError
+from uvimg.core.errors import BadRequest, RequestTimeout, UvimgError
 from uvimg.core.http1 import (
     BODY_BYTES_PER_S,
     BODY_START_S,
     HEAD_S,
     LINGER_S,
-    MAX_HEAD_BYTES,
-    MAX_TARGET_BYTES,
+    WRITE_STALL_BYTES,
     WRITE_STALL_S,
     Chunks,
     Head,
+    check_start,
     encode_head,
     parse_head,
     refuse_head,
@@ -32,7 +33,7 @@ from uvimg.core.http1 import (
 from uvimg.core.message import FilePart, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.service import Service
-from uvimg.web import WebSettings
+from uvimg.web import WebSettings, read_part
 
 log = logging.getLogger("uvimg.web")
 
@@ -84,8 +85,8 @@ class TransportFrontEnd:
         while True:
             await asyncio.sleep(_WATCH_S)
             now = loop.time()
-            for connection in [each for each in self.connections if each.deadline < now]:
-                connection.expire()
+            for connection in [each for each in self.connections if min(each.deadline, each.write_deadline) < now]:
+                connection.expire(now)
 
 
 class _Connection(asyncio.Protocol):
@@ -93,45 +94,59 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, front_end: TransportFrontEnd, loop: asyncio.AbstractEventLoop) -> None:
         self._front_end, self._service = front_end, front_end.service
-        self._loop = loop
+        self._loop, self.now = loop, loop.time
+        self._transport: asyncio.Transport | None = None
         self._buffer = b""
+        # No head ends before this place of the buffer: it is not searched twice.
+        self._searched = 0
+        # What is being worked on, and its body while that has not ended.
         self._task: asyncio.Task[None] | None = None
         self._body: _Body | None = None
-        self._transport: asyncio.Transport | None = None
+        # Whether the kernel has all that was written.
         self._writable = asyncio.Event()
         self._writable.set()
+        self._reading = True
         # Nothing more is read as a request: the last answer has been written or is being worked on.
         self._last = False
-        self._reading = True
         self._lingering = False
         # Within a head, its first byte's time counts, not its last's.
         self._in_head = False
-        self.deadline = math.inf
+        # Until when the client must have sent what is awaited, and until when taken what was written.
+        self.deadline = self.write_deadline = math.inf
+        self._untaken = 0
         self.closed: asyncio.Future[None] = loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclass of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
-        self._peer = str(peer[0]) if peer else ""
-        if len(self._front_end.connections) >= self._front_end.settings.max_connections:
+        # One that has gone already has no name.
+        if not peer or len(self._front_end.connections) >= self._front_end.settings.max_connections:
             self._transport.abort()
             return
+        self._peer = str(peer[0])
+        self._transport.set_write_buffer_limits(high=0)
         self._front_end.connections.add(self)
         self._rest()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._front_end.connections.discard(self)
+        self._transport = None
         self._last = True
+        self._buffer = b""
+        self.deadline = self.write_deadline = math.inf
         self._writable.set()
         if self._body is not None:
             self._body.break_off()
-        if self._task is not None:
+        if self._task is None:
+            self._end()
+        else:
             # A client that goes away frees what works for it.
             self._task.cancel()
-        self._transport = None
-        if not self.closed.done():
-            self.closed.set_result(None)
+            self._task.add_done_callback(self._end)
+
+    def _end(self, _: object = None) -> None:
+        self._front_end.connections.discard(self)
+        self.closed.set_result(None)
 
     def data_received(self, data: bytes) -> None:
         if self._lingering:
@@ -142,63 +157,81 @@ class _Connection(asyncio.Protocol):
         self._buffer = self._buffer + data if self._buffer else data
         if self._task is None:
             self._advance()
-        elif len(self._buffer) > _MAX_AHEAD_BYTES:
-            self._read(False)
+        else:
+            self.regulate()
 
     def eof_received(self) -> bool:
+        # Whether it has gone or only ended its side cannot be told apart; what was answered is still written.
         return False
 
     def pause_writing(self) -> None:
+        assert self._transport is not None
         self._writable.clear()
-        self._wait_no_longer_than(WRITE_STALL_S)
-        # Who does not read its answers is not asked for more requests.
-        self._read(False)
+        self._untaken = self._transport.get_write_buffer_size()
+        self.write_deadline = self.now() + WRITE_STALL_S
+        if self._body is None:
+            self.deadline = math.inf
+        self.regulate()
 
     def resume_writing(self) -> None:
         self._writable.set()
-        self._rest()
-        if self._task is None and not self._last:
-            self._read(True)
+        self.write_deadline = math.inf
+        if self._lingering:
+            self._loop.call_soon(self._end_writing)
+        elif self._task is None:
             self._advance()
+        self.regulate()
 
     # Ends
 
     def finish(self) -> None:
         """What is in flight is finished, and nothing else begun."""
         self._last = True
-        if self._task is None and self._transport is not None:
+        if self._task is None and not self._lingering and self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
 
-    def expire(self) -> None:
-        """The deadline has passed: of a head, of idling, of a body, of a write or of lingering."""
+    def expire(self, now: float) -> None:
+        """A deadline has passed: of a write, of lingering, of a body, of a head or of idling."""
+        if self.write_deadline < now and self._transport is not None:
+            untaken = self._transport.get_write_buffer_size()
+            if untaken > self._untaken - WRITE_STALL_BYTES:
+                self.abort()
+            self._untaken, self.write_deadline = untaken, now + WRITE_STALL_S
+            return
         self.deadline = math.inf
-        if self._body is not None and self._writable.is_set():
+        if self._body is not None:
             self._body.expire()
         elif self._in_head and not self._lingering:
             self._refuse(RequestTimeout("The head of the request arrived too slowly."))
         else:
             self.abort()
 
-    def _wait_no_longer_than(self, seconds: float) -> None:
-        self.deadline = self._loop.time() + seconds
+    def _allow(self, seconds: float) -> None:
+        self.deadline = self.now() + seconds
 
     def _rest(self) -> None:
         """Between requests."""
         self._in_head = False
-        self._wait_no_longer_than(self._front_end.settings.keepalive_s)
+        self._allow(self._front_end.settings.keepalive_s)
 
-    def _read(self, wanted: bool) -> None:
-        if self._transport is None or wanted == self._reading:
+    def regulate(self) -> None:
+        """Read the socket only where there is a place for what comes."""
+        if self._transport is None:
             return
-        self._reading = wanted
-        if wanted:
-            self._transport.resume_reading()
+        if self._body is not None:
+            wanted = self._body.has_room
         else:
-            self._transport.pause_reading()
+            wanted = self._lingering or (self._writable.is_set() and len(self._buffer) <= _MAX_AHEAD_BYTES)
+        if wanted != self._reading:
+            self._reading = wanted
+            if wanted:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
 
     # Requests
 
@@ -206,49 +239,59 @@ class _Connection(asyncio.Protocol):
         """Answer what is at hand of what has come, in order; stop at what takes waiting."""
         data, at = self._buffer, 0
         written: list[bytes] = []
+        size = 0
         while at < len(data) and self._task is None and not self._last and self._writable.is_set():
-            if data.startswith(b"\r\n", at):
-                # A blank line before a request line is let pass (RFC 9112 2.2).
-                at += 2
-                continue
-            end = data.find(b"\r\n\r\n", at, at + MAX_HEAD_BYTES) + 4
+            end = data.find(b"\r\n\r\n", at or self._searched) + 4
             if end < 4:
                 break
             try:
                 head = parse_head(data[at:end])
+                answer = self._begin(head)
             except UvimgError as exc:
                 self._write(written)
                 self._refuse(exc)
                 return
             at = end
-            self._begin(head, written)
-            if sum(map(len, written)) > _MAX_UNWRITTEN_BYTES:
-                # Requests cost a client little, answers cost us memory: is there still room for more?
-                self._write(written)
-                written = []
-        self._buffer = data[at:]
+            if answer is not None:
+                written.append(answer)
+                size += len(answer)
+                if size > _MAX_UNWRITTEN_BYTES:
+                    # Requests cost a client little, answers cost us memory: is there still room for more?
+                    self._write(written)
+                    written, size = [], 0
+        if at:
+            self._buffer = data[at:]
+            self._searched, self._in_head = 0, False
         self._write(written)
-        if self._task is None and not self._last and self._writable.is_set():
+        if self._task is not None:
+            if self._body is not None and self._buffer:
+                behind, self._buffer = self._buffer, b""
+                self._body.feed(behind)
+            self.regulate()
+        elif not self._writable.is_set():
+            pass
+        elif self._last:
+            self._linger()
+        else:
             self._await_head()
-        elif self._last and self._task is None:
-            self._close()
-        if self._body is not None and self._buffer:
-            behind, self._buffer = self._buffer, b""
-            self._body.feed(behind)
 
     def _await_head(self) -> None:
         if not self._buffer:
             self._rest()
             return
-        if len(self._buffer) >= MAX_HEAD_BYTES:
-            line = self._buffer.partition(b"\r\n")[0]
-            self._refuse(TargetTooLong() if len(line) > MAX_TARGET_BYTES else HeadTooLarge())
-        elif not self._in_head:
-            self._wait_no_longer_than(HEAD_S)
+        try:
+            check_start(self._buffer)
+        except UvimgError as exc:
+            self._refuse(exc)
+            return
+        # The end may have come in part.
+        self._searched = max(0, len(self._buffer) - 3)
+        if not self._in_head:
             self._in_head = True
+            self._allow(HEAD_S)
 
-    def _begin(self, head: Head, written: list[bytes]) -> None:
-        """Answer a request into `written`, or have a task begin with it."""
+    def _begin(self, head: Head) -> bytes | None:
+        """The answer to a request, where it is at hand; else a task begins with it."""
         body = _Body(self, head) if head.has_body else None
         request = Request(
             *(head.method, head.target, head.path, head.query, head.headers, self._peer, head.length),
@@ -257,22 +300,31 @@ class _Connection(asyncio.Protocol):
         response = self._service.try_now(request)
         if response is not None and body is None and _is_at_hand(response):
             self._last = self._last or not head.keep_alive
-            written.append(self._encode(response, head))
-            return
-        self._in_head = False
+            return self._encode(response, head)
         self.deadline = math.inf
         self._body = body
         self._task = self._loop.create_task(self._work(request, response, head, body))
+        if response is not None:
+            # Also when the task is cancelled before it began.
+            self._task.add_done_callback(lambda _: response.release())
+        return None
 
     def _encode(self, response: Response, head: Head) -> bytes:
         """An answer whose body is at hand, whole."""
-        keep_alive = not self._last
-        start = encode_head(response, http_date(int(time.time())), keep_alive=keep_alive, is_1_0=head.is_1_0)
         body = response.body
         if isinstance(body, FilePart):
-            with body.file as file:
-                return start if head.method == "HEAD" else start + os.pread(file.fileno(), body.size, body.start)
+            try:
+                body = b"" if head.method == "HEAD" else read_part(body, 0, body.size)
+            except OSError as exc:
+                log.error("a file could not be sent: %s", exc)
+                raise UvimgError() from exc
+            finally:
+                response.release()
+        start = self._encode_head(response, head)
         return start if head.method == "HEAD" else start + body
+
+    def _encode_head(self, response: Response, head: Head) -> bytes:
+        return encode_head(response, http_date(int(time.time())), keep_alive=not self._last, is_1_0=head.is_1_0)
 
     async def _work(self, request: Request, response: Response | None, head: Head, body: "_Body | None") -> None:
         """One request that takes waiting, to the end of its answer."""
@@ -281,8 +333,6 @@ class _Connection(asyncio.Protocol):
                 response = await self._service.handle(request)
             self._last = self._last or not head.keep_alive or (body is not None and not body.ended)
             await self._send(response, head)
-        except OSError:
-            self.abort()
         except Exception:
             log.exception("a connection failed")
             self.abort()
@@ -290,27 +340,26 @@ class _Connection(asyncio.Protocol):
             if response is not None:
                 response.release()
             self._task = None
-        if self._transport is None:
+        if self._transport is None or self._transport.is_closing():
             return
         if body is not None and not body.ended:
             self._linger()
-            return
-        self._body = None
-        self._read(True)
-        self._advance()
+        else:
+            self._advance()
+        self.regulate()
 
     async def _send(self, response: Response, head: Head) -> None:
+        await self._writable.wait()
         part = response.body
         if not isinstance(part, FilePart) or head.method == "HEAD" or _is_at_hand(response):
             self._write([self._encode(response, head)])
             return
-        self._write([encode_head(response, http_date(int(time.time())), keep_alive=not self._last, is_1_0=head.is_1_0)])
+        start = self._encode_head(response, head)
         for at in range(0, part.size, _PIECE_BYTES):
-            size = min(_PIECE_BYTES, part.size - at)
-            piece = await asyncio.to_thread(os.pread, part.file.fileno(), size, part.start + at)
+            piece = await asyncio.to_thread(read_part, part, at, min(_PIECE_BYTES, part.size - at))
             await self._writable.wait()
-            self._write([piece])
-        await self._writable.wait()
+            self._write([start, piece])
+            start = b""
 
     def _write(self, pieces: list[bytes]) -> None:
         if pieces and self._transport is not None:
@@ -322,38 +371,35 @@ class _Connection(asyncio.Protocol):
         """Say why a head is none; nothing behind it can be told apart."""
         self._last = True
         response = refuse_head(error)
-        self._write([encode_head(response, http_date(int(time.time())), keep_alive=False) + bytes(response.body)])  # type: ignore[arg-type]
+        assert isinstance(response.body, bytes)
+        self._write([encode_head(response, http_date(int(time.time())), keep_alive=False), response.body])
         self._linger()
 
     def _linger(self) -> None:
-        """Let the client read its answer: closing with bytes unread would take it back."""
+        """Let the client read its last answer: closing with bytes unread would take it back."""
         self._last = self._lingering = True
-        self._buffer = b""
-        self._wait_no_longer_than(LINGER_S)
-        self._read(True)
-        if self._transport is not None and self._transport.can_write_eof():
-            self._transport.write_eof()
+        self._buffer, self._body = b"", None
+        self.regulate()
+        # Not in this call, which may be asyncio's own writing: it would end the socket a second time.
+        self._loop.call_soon(self._end_writing)
 
-    def _close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+    def _end_writing(self) -> None:
+        """Once all is written; before that, asyncio would end a socket that its client may have reset by then."""
+        if self._transport is not None and not self._transport.is_closing() and self._writable.is_set():
+            self._allow(LINGER_S)
+            with contextlib.suppress(OSError):
+                self._transport.write_eof()
 
     # What a body asks of its connection
 
-    def want_body(self, head: Head) -> None:
-        if head.expects_continue:
-            self._write([b"HTTP/1.1 100 Continue\r\n\r\n"])
-
-    def allow_body_until(self, deadline: float) -> None:
-        self.deadline = deadline
-
-    def read_body(self, wanted: bool) -> None:
-        self._read(wanted)
+    def invite_body(self) -> None:
+        self._write([b"HTTP/1.1 100 Continue\r\n\r\n"])
 
     def give_back(self, data: bytes) -> None:
         """What came behind the end of a body belongs to the next request."""
-        self._buffer = data + self._buffer
         self._body = None
+        self._buffer = data
+        self.regulate()
 
 
 def _is_at_hand(response: Response) -> bool:
@@ -380,6 +426,10 @@ class _Body:
         # Whether all of it has come.
         self.ended = False
 
+    @property
+    def has_room(self) -> bool:
+        return self._held <= _MAX_AHEAD_BYTES
+
     def feed(self, data: bytes) -> None:
         if self._error is not None:
             return
@@ -399,15 +449,14 @@ class _Body:
             if data:
                 self._pieces.append(data)
                 self._held += len(data)
-                if self._held > _MAX_AHEAD_BYTES:
-                    self._connection.read_body(False)
             if self.ended:
                 self._connection.give_back(behind)
+            else:
+                self._connection.regulate()
         self._changed.set()
 
     def break_off(self) -> None:
-        if not self.ended:
-            self._error = self._error or BadRequest("The body ended before its declared length.")
+        self._error = self._error or BadRequest("The body ended before its declared length.")
         self._changed.set()
 
     def expire(self) -> None:
@@ -415,21 +464,26 @@ class _Body:
         self._changed.set()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        loop = asyncio.get_running_loop()
-        self._connection.want_body(self._head)
-        started, received = loop.time(), 0
+        now = self._connection.now
+        if self._head.expects_continue and not self._held and not self.ended:
+            self._connection.invite_body()
+        # The time that passes while nobody asks for more is not the client's.
+        free_until, received = now() + BODY_START_S, 0
         while True:
-            while self._pieces:
+            if self._pieces:
                 data = b"".join(self._pieces)
                 self._pieces, self._held = [], 0
+                self._connection.regulate()
                 received += len(data)
+                given = now()
                 yield data
-            if self._error is not None:
+                free_until += now() - given
+            elif self._error is not None:
                 raise self._error
-            if self.ended:
+            elif self.ended:
                 return
-            self._connection.allow_body_until(started + BODY_START_S + received / BODY_BYTES_PER_S)
-            self._connection.read_body(True)
-            self._changed.clear()
-            await self._changed.wait()
-            self._connection.allow_body_until(math.inf)
+            else:
+                self._connection.deadline = free_until + received / BODY_BYTES_PER_S
+                self._changed.clear()
+                await self._changed.wait()
+                self._connection.deadline = math.inf
