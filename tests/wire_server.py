@@ -84,13 +84,13 @@ async def _serve(front_end: str, settings: dict[str, Any]) -> None:
     from uvimg.app import _FRONT_ENDS
     from uvimg.service import Service
     from uvimg.web import WebSettings
-    from uvimg.web.listen import open_listeners
+    from uvimg.web.listen import bind_sockets
 
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     chosen = {"keepalive_s": 75, "grace_s": 5, "backlog": 512, "max_connections": 1000, **settings}
     running = _FRONT_ENDS[front_end](Service(WireApp(), None), WebSettings(**chosen))
-    listeners = open_listeners("127.0.0.1", 0, 512)
+    listeners = bind_sockets("127.0.0.1", 0)
     port = listeners[0].getsockname()[1]
     await running.start(listeners)
     print(port, flush=True)

@@ -28,11 +28,11 @@ class FrontEnd(Protocol):
 
 
 def read_part(part: FilePart, at: int, size: int) -> bytes:
-    """Bytes of a file that is being sent. OSError when it has become shorter: a body must not be.
+    """Bytes of a file that is being sent. ConnectionResetError when it has become shorter: a body must not be.
 
     What follows a short body on its connection would be taken for the rest of it.
     """
     data = os.pread(part.file.fileno(), size, part.start + at)
     if len(data) != size:
-        raise OSError("a file has become shorter while it was sent")
+        raise ConnectionResetError("a file has become shorter while it was sent")
     return data

@@ -6,7 +6,6 @@ really wants the body; and a body that nobody read to its end closes the connect
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections.abc import AsyncIterator
 
@@ -16,7 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from uvimg.core.errors import BadRequest, ExpectationFailed, RequestTimeout
 from uvimg.core.message import FilePart, Request, Response, fold_headers, split_target
 from uvimg.service import Service
-from uvimg.web import WebSettings
+from uvimg.web import WebSettings, read_part
 
 # When requests have been answered, or their grace is over: for what is still in a buffer.
 _LAST_WRITES_S = 1.0
@@ -133,14 +132,11 @@ async def _send(incoming: web.BaseRequest, response: Response) -> web.StreamResp
     await answer.prepare(incoming)
     if incoming.method == "HEAD":
         return answer
-    for start in range(body.start, body.start + body.size, _PIECE_BYTES):
-        size = min(_PIECE_BYTES, body.start + body.size - start)
+    for at in range(0, body.size, _PIECE_BYTES):
+        size = min(_PIECE_BYTES, body.size - at)
         if body.size <= _READ_AT_ONCE_BYTES:
-            piece = os.pread(body.file.fileno(), size, start)
+            piece = read_part(body, at, size)
         else:
-            piece = await asyncio.to_thread(os.pread, body.file.fileno(), size, start)
-        if len(piece) < size:
-            # The file has been cut while it was sent: what would follow is no part of it.
-            raise ConnectionResetError
+            piece = await asyncio.to_thread(read_part, body, at, size)
         await answer.write(piece)
     return answer
