@@ -162,7 +162,11 @@ class _Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         # Whether it has gone or only ended its side cannot be told apart; what was answered is still written.
-        return False
+        if self._body is None or self._body.ended:
+            return False
+        # It waits to hear what became of a body that ended too soon.
+        self._body.break_off()
+        return True
 
     def pause_writing(self) -> None:
         assert self._transport is not None
