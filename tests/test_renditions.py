@@ -357,6 +357,8 @@ def test_no_rendition_carries_metadata_or_a_tail(server: Server, format: str, si
         lambda: corpus.jpeg(corpus.oriented(corpus.photo(200, 150), 6), 10, keep="exif"),
         lambda: animated("gif"),
         lambda: animated("webp"),
+        lambda: save(corpus.flat(2000, 2000, BRICK), "tiff", compression="deflate", keep="none"),
+        lambda: corpus.jpeg(corpus.oriented(corpus.flat(64, 48, BRICK), 6), 10, keep="exif"),
     ],
 )
 def test_the_bare_rendition_is_never_larger_than_the_original(server: Server, make: Callable[[], bytes]) -> None:

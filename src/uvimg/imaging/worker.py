@@ -41,6 +41,7 @@ from uvimg.imaging.confine import confine, die_with_parent, limit
 
 # Below this a picture is no longer worth its bytes.
 _LEAST_QUALITY = 10
+_OTHERS = (Encode("webp", 75, 2), Encode("webp", _LEAST_QUALITY, 2), Encode("png", 0, 9))
 
 # pyvips has no types.
 Image: TypeAlias = Any
@@ -305,6 +306,13 @@ def _render(format: Format, plan: Plan, original: Original) -> tuple[Rendered, b
     while len(body) > encode.max_bytes and encode.quality > _LEAST_QUALITY:
         encode = msgspec.structs.replace(encode, quality=max(_LEAST_QUALITY, encode.quality - 15))
         body = _write(image, encode)
+    if len(body) > encode.max_bytes:
+        # What no quality makes small enough (a flat TIFF, say) another format that every browser shows may.
+        for other in _OTHERS:
+            with contextlib.suppress(pyvips.Error):
+                written = _write(image, other)
+                if len(written) < len(body):
+                    encode, body = other, written
     return Rendered(encode.format, width, height), body
 
 
