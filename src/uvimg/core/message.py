@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 from urllib.parse import unquote
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Request:
+
+class Request(msgspec.Struct, frozen=True):
     """One request. `target` is the raw request target, `path` its path decoded once, `query` still encoded.
 
     `length` is the declared size of the body in bytes, 0 when there is none, None when it comes in chunks;
