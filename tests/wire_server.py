@@ -35,6 +35,7 @@ class WireApp:
                 200,
                 {"X-For": request.target},
                 f"{request.headers.get('host')} {request.target}".encode(errors="replace"),
+                lasts="always",
             )
         if kind == "large":
             return Response(200, {"X-For": request.target}, bytes(_number(request.query)))
@@ -88,8 +89,15 @@ async def _serve(front_end: str, settings: dict[str, Any]) -> None:
 
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    chosen = {"keepalive_s": 75, "grace_s": 5, "backlog": 512, "max_connections": 1000, **settings}
-    running = _FRONT_ENDS[front_end](Service(WireApp(), None), WebSettings(**chosen))
+    chosen = {
+        "keepalive_s": 75,
+        "grace_s": 5,
+        "backlog": 512,
+        "max_connections": 1000,
+        "memo_bytes": 1 << 20,
+        **settings,
+    }
+    running = _FRONT_ENDS[front_end](Service(WireApp(), None, lambda: 0), WebSettings(**chosen))
     listeners = bind_sockets("127.0.0.1", 0)
     port = listeners[0].getsockname()[1]
     await running.start(listeners)

@@ -197,6 +197,13 @@ class Settings:
         "Which renditions are kept in the store: 0 none, 1 all, 2 only those of scripted types (there are none yet).",
     )
     cache_size: int = _setting(64 << 20, _STORE, "Memory for renditions at hand; 0 for none.", low=0, unit="bytes")
+    memo_size: int = _setting(
+        64 << 20,
+        _STORE,
+        "Memory for whole answers to requests that repeat to the byte; 0 for none.",
+        low=0,
+        unit="bytes",
+    )
     format: Literal["jpeg", "png", "webp", "gif", "avif", "none"] = _setting(
         "jpeg", _IMAGES, "Format of a rendition where f is not given; none keeps the source's."
     )

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from uvimg.core.errors import Overloaded, UvimgError
 from uvimg.core.message import Request, Response
 
@@ -28,11 +30,15 @@ class App(Protocol):
 
 
 class Service:
-    """One app behind errors and the access log. `access_log` gets request, response and seconds."""
+    """One app behind errors and the access log. `access_log` gets request, response and seconds.
 
-    def __init__(self, app: App, access_log: AccessLog | None) -> None:
+    `version` is a number that changes with whatever answers that last are made of.
+    """
+
+    def __init__(self, app: App, access_log: AccessLog | None, version: Callable[[], int]) -> None:
         self._app = app
         self._access_log = access_log
+        self.version = version
 
     def try_now(self, request: Request) -> Response | None:
         """The answer if it is at hand: a hit, a 304, a refusal. None means: `handle` it. Never waits."""
@@ -54,6 +60,11 @@ class Service:
             response = self._refuse(request, exc)
         self._finish(request, response, started)
         return response
+
+    def repeat(self, request: Request, response: Response, peer: str) -> None:
+        """An answer that lasts is given once more, to an equal request of `peer`."""
+        if self._access_log is not None:
+            self._access_log(msgspec.structs.replace(request, peer=peer), response, 0.0)
 
     def _refuse(self, request: Request, exc: Exception) -> Response:
         if not isinstance(exc, UvimgError):

@@ -135,8 +135,15 @@ def parse_head(data: bytes) -> Head:
     if expect not in ("", "100-continue"):
         raise ExpectationFailed()
     return Head(
-        *(line.method, line.target, line.path, line.query),
-        *(headers, fields.length, keep_alive, bool(expect), line.is_1_0),
+        line.method,
+        line.target,
+        line.path,
+        line.query,
+        headers,
+        fields.length,
+        keep_alive,
+        bool(expect),
+        line.is_1_0,
     )
 
 

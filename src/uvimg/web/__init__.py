@@ -16,6 +16,7 @@ class WebSettings:
     grace_s: float
     backlog: int
     max_connections: int
+    memo_bytes: int
 
 
 class FrontEnd(Protocol):
