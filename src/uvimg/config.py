@@ -145,6 +145,14 @@ def parse_header(text: str) -> tuple[str, str]:
     return name, value.strip()
 
 
+def parse_place(text: str) -> tuple[str, int]:
+    """Host and port from 'HOST:PORT', an IPv6 address in brackets."""
+    found = re.fullmatch(r"(?:\[([0-9a-fA-F:.%a-z]+)\]|([^:\[\]/]*)):(\d{1,5})", text, re.ASCII)
+    if found is None or int(found[3]) > 65_535:
+        raise ValueError("a place to listen on is written HOST:PORT or [IPv6]:PORT")
+    return found[1] or found[2] or "", int(found[3])
+
+
 def _check_store(url: str) -> None:
     if not re.fullmatch(r"local:.+|memory:", url):
         raise ValueError("a store is written local:DIR or memory:")
@@ -185,6 +193,17 @@ class Settings:
     )
     keepalive_s: float = _setting(75.0, _SERVER, "How long an idle connection is kept open.", low=1, unit="s")
     grace_s: float = _setting(30.0, _SERVER, "How long requests in flight may go on after SIGTERM.", low=0, unit="s")
+    operations_listen: str = _setting(
+        "",
+        _SERVER,
+        "HOST:PORT where /health and /metrics are answered instead, to whoever can connect, until the very end.",
+        check=lambda text: text and parse_place(text),
+    )
+    metrics_dir: str = _setting(
+        "",
+        _SERVER,
+        "Folder in which processes that serve together leave their numbers, so that any of them tells those of all.",
+    )
     log: Literal["text", "json"] = _setting("text", _SERVER, "Form of the log on stderr.")
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", _SERVER, "The least that is logged.")
     access_log: bool = _setting(True, _SERVER, "Log one line for each request.")

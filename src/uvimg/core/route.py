@@ -6,7 +6,7 @@ same parameters and differ in how they name things and tell errors.
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 from urllib.parse import parse_qsl
 
 from uvimg.core.address import parse_id
@@ -51,6 +51,7 @@ _BARE = Params()
 class Show:
     """An image, or a rendition of it."""
 
+    name: ClassVar[str] = "image"
     image_id: str
     params: Params
 
@@ -59,6 +60,7 @@ class Show:
 class Describe:
     """Facts about an image. `image_id` is None where zimg's /info got no usable md5."""
 
+    name: ClassVar[str] = "info"
     image_id: str | None
 
 
@@ -66,19 +68,21 @@ class Describe:
 class Remove:
     """An image and all its renditions. `by_get` is zimg's /admin?t=1, which a browser may be lured to."""
 
+    name: ClassVar[str] = "remove"
     image_id: str
     by_get: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    pass
+    name: ClassVar[str] = "upload"
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """OPTIONS: which methods are allowed here."""
 
+    name: ClassVar[str] = "options"
     allow: str
 
 
@@ -87,6 +91,7 @@ class Page:
     name: Literal["index", "admin", "favicon", "echo"]
 
 
+# Each has a name, which stands in the metrics.
 Query = Show | Describe | Remove | Upload | Options | Page
 
 

@@ -43,6 +43,7 @@ class AiohttpFrontEnd:
             # Ours says the same for every front-end.
             access_log=None,
         )
+        self._server = server
         self._runner = web.ServerRunner(server, shutdown_timeout=_LAST_WRITES_S)
         self._sites: list[web.SockSite] = []
         self._stopping = False
@@ -55,6 +56,10 @@ class AiohttpFrontEnd:
             site = web.SockSite(self._runner, listener, backlog=self._settings.backlog)
             await site.start()
             self._sites.append(site)
+
+    @property
+    def open_connections(self) -> int:
+        return len(self._server.connections)
 
     async def stop(self) -> None:
         for site in self._sites:

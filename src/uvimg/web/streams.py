@@ -26,7 +26,6 @@ from uvimg.core.http1 import (
     check_start,
     encode_head,
     parse_head,
-    refuse_head,
 )
 from uvimg.core.message import FilePart, Request, Response
 from uvimg.core.negotiate import http_date
@@ -57,6 +56,10 @@ class StreamsFrontEnd:
             listener.listen(self._settings.backlog)
             self._accepting.append(asyncio.create_task(self._accept(listener)))
         self._watching = asyncio.create_task(self._watch())
+
+    @property
+    def open_connections(self) -> int:
+        return len(self._talking)
 
     async def stop(self) -> None:
         for task in self._accepting:
@@ -183,7 +186,7 @@ class _Conversation:
     async def _refuse(self, stream: Stream, error: UvimgError) -> None:
         """Say why a head is none; nothing behind it can be told apart."""
         self.last = True
-        await self._send(stream, refuse_head(error), None)
+        await self._send(stream, self._service.refuse_head(error), None)
 
     async def _answer(self, stream: Stream, head: Head) -> None:
         body = _Body(stream, head)

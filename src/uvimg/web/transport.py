@@ -29,7 +29,6 @@ from uvimg.core.http1 import (
     check_start,
     encode_head,
     parse_head,
-    refuse_head,
 )
 from uvimg.core.message import FilePart, Request, Response
 from uvimg.core.negotiate import http_date
@@ -69,6 +68,10 @@ class TransportFrontEnd:
             )
             self._servers.append(server)
         self._watching = asyncio.create_task(self._watch())
+
+    @property
+    def open_connections(self) -> int:
+        return len(self.connections)
 
     async def stop(self) -> None:
         for server in self._servers:
@@ -431,7 +434,7 @@ class _Connection(asyncio.Protocol):
     def _refuse(self, error: UvimgError) -> None:
         """Say why a head is none; nothing behind it can be told apart."""
         self._last = True
-        response = refuse_head(error)
+        response = self._front_end.service.refuse_head(error)
         assert isinstance(response.body, bytes)
         self._write([encode_head(response, http_date(int(time.time())), keep_alive=False), response.body])
         self._linger()
