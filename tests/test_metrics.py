@@ -1,12 +1,19 @@
 """How answers are counted, and how the counts of several processes become one and never go down."""
 
+import concurrent.futures
+import contextlib
+import os
 import random
+import re
+import signal
+import socket
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
@@ -50,12 +57,12 @@ def test_an_answer_is_in_the_bucket_of_its_time_and_a_repeated_one_in_the_first(
     assert tally.rest() == Times(expected, sum(seconds), repeated)
 
 
-def test_a_tally_that_is_held_is_the_one_that_is_told() -> None:
+async def test_a_tally_that_is_held_is_the_one_that_is_told() -> None:
     metrics = Metrics()
     held = metrics.tallies["images", "image", 200, "cache"]
     held.count(0.3)
     held.repeated += 2
-    values = parse_metrics(metrics.expose("")[1].decode())
+    values = parse_metrics((await metrics.expose(""))[1].decode())
     assert value(values, "uvimg_requests_total", app="images", route="image", status="200") == 3
     assert value(values, "uvimg_requests_repeated_total", app="images") == 2
     assert value(values, "uvimg_hits_total", app="images", kind="cache") == 3
@@ -69,15 +76,11 @@ SNAPSHOTS = st.builds(
     Snapshot,
     times=st.dictionaries(
         st.tuples(NAMES, NAMES, st.sampled_from((200, 404)), NAMES),
-        st.builds(
-            Times,
-            counts=st.lists(st.integers(0, 9), min_size=len(BOUNDS_S) + 1, max_size=len(BOUNDS_S) + 1),
-            seconds=st.integers(0, 9).map(float),
-            repeated=st.integers(0, 9),
-        ),
+        st.integers(0, 9).map(lambda number: Times([*range(number, number + len(BOUNDS_S) + 1)], number, number)),
+        max_size=3,
     ),
-    counters=st.dictionaries(st.tuples(NAMES, st.tuples(NAMES)), st.integers(0, 9)),
-    gauges=st.dictionaries(st.tuples(NAMES, st.tuples()), st.integers(0, 9)),
+    counters=st.dictionaries(st.tuples(NAMES, st.tuples(NAMES)), st.integers(0, 9), max_size=3),
+    gauges=st.dictionaries(st.tuples(NAMES, st.tuples()), st.integers(0, 9), max_size=3),
 )
 
 
@@ -216,7 +219,7 @@ async def test_a_process_publishes_what_it_has_at_its_end(tmp_path: Path) -> Non
             ending.tallies["images", "echo", 200, ""].count(0.1)
             assert reading.others_serve()
         assert not reading.others_serve()
-        values = parse_metrics(reading.expose("")[1].decode())
+        values = parse_metrics((await reading.expose(""))[1].decode())
     assert value(values, "uvimg_requests_total", route="echo") == 1
     assert value(values, "uvimg_processes") == 0
 
@@ -256,16 +259,102 @@ def test_totals_of_two_processes_are_summed_and_outlive_one_of_them(
     poll(lambda: value(scrape(two), "uvimg_store_blobs") == 2)
     assert value(scrape(two), "uvimg_store_names") == 3
     before = scrape(one)
+    two.get("/echo")
+    # What was told once has been told for good, also where its process is killed in the next moment.
+    assert echoes(two) == 8
     two.kill()
-    poll(lambda: value(scrape(one), "uvimg_processes") == 1)
     after = scrape(one)
-    assert echoes(one) == 7
+    assert value(after, "uvimg_processes") == 1
+    assert echoes(one) == 8
     assert not [place for place in before if place[0].endswith("_total") and after.get(place, 0) < before[place]]
     assert value(after, "uvimg_workers_wanted") == 1
     three = start_server(**shared)
     three.get("/echo")
-    assert echoes(three) == 8
+    assert echoes(three) == 9
     assert value(scrape(three), "uvimg_process_starts_total") == 3
     assert one.stop() == 0
-    assert echoes(three) == 8
+    assert echoes(three) == 9
     assert len(list((tmp_path / "metrics").iterdir())) == 3
+
+
+def operations_port(server: Server) -> int:
+    return int(re.findall(r"health and metrics: port (\d+)", server.log)[-1])
+
+
+@contextlib.contextmanager
+def unfinished_upload(server: Server) -> Iterator[Callable[[], bytes]]:
+    """An upload whose body is waited for; call what it gives to finish it and have the answer."""
+    photo = make_photo(11)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        head = f"POST /images HTTP/1.1\r\nHost: x\r\nContent-Length: {len(photo)}\r\nExpect: 100-continue\r\n\r\n"
+        connection.sendall(head.encode())
+        assert connection.recv(1000).startswith(b"HTTP/1.1 100 ")
+
+        def finish() -> bytes:
+            connection.sendall(photo)
+            return connection.recv(65_536)
+
+        yield finish
+
+
+def test_one_process_of_several_that_drains_leaves_the_service_healthy(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    shared = {"metrics_dir": str(tmp_path / "metrics"), "front_end": "transport", "workers": 1}
+    one = start_server(**shared, operations_listen="127.0.0.1:0")
+    place = f"127.0.0.1:{operations_port(one)}"
+    two = start_server(**shared, operations_listen=place)
+
+    def answers() -> set[int]:
+        """Of either, as the kernel chooses."""
+        return {requests.get(f"http://{place}/health", timeout=10).status_code for _ in range(10)}
+
+    with unfinished_upload(one) as finish_one, unfinished_upload(two) as finish_two:
+        one.process.send_signal(signal.SIGTERM)
+        poll(lambda: "stopping" in one.log)
+        assert answers() == {200}
+        two.process.send_signal(signal.SIGTERM)
+        poll(lambda: answers() == {503})
+        assert b" 201 " in finish_one()
+        assert b" 201 " in finish_two()
+    assert (one.process.wait(20), two.process.wait(20)) == (0, 0)
+
+
+# The pool
+
+
+def children_of(server: Server) -> list[int]:
+    return [*map(int, Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split())]
+
+
+def test_health_and_metrics_stand_in_no_queue_and_tell_of_it(start_server: Callable[..., Server]) -> None:
+    server = start_server(workers=1, queue_limit=1, front_end="transport")
+    (worker,) = children_of(server)
+
+    def upload(number: int) -> requests.Response:
+        return requests.post(f"{server.url}/images", data=make_photo(number), timeout=30)
+
+    with concurrent.futures.ThreadPoolExecutor(3) as clients:
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            first = clients.submit(upload, 1)
+            poll(lambda: value(scrape(server), "uvimg_workers", state="busy") == 1)
+            second = clients.submit(upload, 2)
+            poll(lambda: value(scrape(server), "uvimg_queue_jobs", lane="uploads") == 1)
+            assert upload(3).status_code == 503
+            values = scrape(server)
+            assert value(values, "uvimg_queue_limit_jobs", lane="uploads") == 1
+            assert value(values, "uvimg_jobs_refused_total", lane="uploads") == 1
+            assert value(values, "uvimg_requests_total", route="upload", status="503") == 1
+            assert server.get("/health").status_code == 200
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        assert [first.result().status_code, second.result().status_code] == [201, 201]
+    values = scrape(server)
+    assert value(values, "uvimg_queue_jobs") == value(values, "uvimg_workers", state="busy") == 0
+    os.kill(worker, signal.SIGKILL)
+    poll(lambda: value(scrape(server), "uvimg_worker_restarts_total", reason="died") == 1)
+    # The CPU time of the one that died is kept.
+    assert value(scrape(server), "uvimg_cpu_seconds_total", part="workers") >= value(
+        values, "uvimg_cpu_seconds_total", part="workers"
+    )

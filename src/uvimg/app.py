@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import platform
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from uvimg import __version__, config, logs
-from uvimg.apps.images import Images, ImagesSettings, weigh
+from uvimg.apps.images import Images, ImagesSettings, Rendition, weigh
 from uvimg.apps.operations import PATHS, Health, Operations, OperationsSettings, judge_health
 from uvimg.cache import Cache
 from uvimg.config import Settings
@@ -94,41 +93,40 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
 @contextlib.asynccontextmanager
 async def start_service(settings: Settings) -> AsyncIterator[tuple[Service, Ready]]:
     """The service with everything behind it, and what its workers can do; stopped in order at the end."""
+    metrics = Metrics(settings.metrics_dir)
     with _operations_sockets(settings) as listeners:
-        store = open_store(settings.store)
-        try:
-            pool = Pool(_pool_settings(settings))
-            ready = await pool.start()
+        async with _publishing(metrics):
+            store = open_store(settings.store)
             try:
-                _check_formats(settings, ready)
-                metrics = Metrics(settings.metrics_dir, _describe_build(ready))
-                cache: Cache[Any, Any] = Cache(settings.cache_size, weigh)
-                images = Images(_images_settings(settings), store, pool, cache)
-                access_log = logs.make_access_log() if settings.access_log else None
+                pool = Pool(_pool_settings(settings))
+                ready = await pool.start()
+                try:
+                    _check_formats(settings, ready)
+                    cache: Cache[Any, Rendition] = Cache(settings.cache_size, weigh)
+                    images = Images(_images_settings(settings), store, pool, cache)
+                    access_log = logs.make_access_log() if settings.access_log else None
+                    version = (store.near or _Unchanging()).version
 
-                def health() -> Health:
-                    return _find_health(service, pool, store)
+                    def health() -> Health:
+                        return _find_health(service, pool, store)
 
-                operations = Operations(_operations_settings(settings), metrics, health)
-                version = (store.near or _Unchanging()).version
-                pages = {} if settings.operations_listen else dict.fromkeys(PATHS, operations)
-                service = Service(images, access_log, version, metrics, pages=pages)
-                metrics.watch(watch_process(lambda: pool.pids, lambda: service.draining))
-                metrics.watch(lambda: _read_pool(pool, _pool_settings(settings)))
-                metrics.watch(lambda: _read_cache(cache, settings.cache_size))
-                metrics.view(lambda: _read_store(store))
-                async with (
-                    _publishing(metrics),
-                    _serving_operations(Service(operations, access_log, version, metrics), settings, listeners),
-                ):
-                    try:
-                        yield service, ready
-                    finally:
-                        await images.drain()
+                    operations = Operations(_operations_settings(settings), metrics, health)
+                    pages = {} if settings.operations_listen else dict.fromkeys(PATHS, operations)
+                    service = Service(images, access_log, version, metrics, pages=pages)
+                    _watch(metrics, service, pool, cache, store, settings)
+                    metrics.info = {"version": __version__, "libvips": ready.libvips}
+                    beside = Service(operations, access_log, version, metrics)
+                    # One that drains looks whether others serve.
+                    await metrics.publish()
+                    async with _serving_operations(beside, settings, listeners):
+                        try:
+                            yield service, ready
+                        finally:
+                            await images.drain()
+                finally:
+                    await pool.stop()
             finally:
-                await pool.stop()
-        finally:
-            await store.close()
+                await store.close()
 
 
 # Health and metrics
@@ -192,6 +190,15 @@ def _find_health(service: Service, pool: Pool, store: Store) -> Health:
     return judge_health(draining=draining, workerless_s=pool.workerless_s, store_answers=store_answers)
 
 
+def _watch(
+    metrics: Metrics, service: Service, pool: Pool, cache: Cache[Any, Rendition], store: Store, settings: Settings
+) -> None:
+    metrics.watch(watch_process(lambda: pool.pids, lambda: service.draining))
+    metrics.watch(lambda: _read_pool(pool, _pool_settings(settings)))
+    metrics.watch(lambda: _read_cache(cache, settings.cache_size))
+    metrics.view(lambda: _read_store(store))
+
+
 def _read_pool(pool: Pool, settings: PoolSettings) -> Iterator[Reading]:
     for lane, waiting in pool.queues.items():
         yield Reading("uvimg_queue_jobs", (lane,), waiting)
@@ -206,7 +213,7 @@ def _read_pool(pool: Pool, settings: PoolSettings) -> Iterator[Reading]:
     yield Reading("uvimg_workers_wanted", (), settings.workers)
 
 
-def _read_cache(cache: Cache[Any, Any], limit_bytes: int) -> Iterator[Reading]:
+def _read_cache(cache: Cache[Any, Rendition], limit_bytes: int) -> Iterator[Reading]:
     yield Reading("uvimg_cache_entries", (), len(cache))
     yield Reading("uvimg_cache_bytes", (), cache.size_bytes)
     yield Reading("uvimg_cache_limit_bytes", (), limit_bytes)
@@ -222,10 +229,6 @@ def _read_store(store: Store) -> Iterator[Reading]:
         yield Reading("uvimg_store_names", (), measures.names)
         yield Reading("uvimg_store_database_bytes", (), measures.database_bytes)
         yield Reading("uvimg_store_free_bytes", (), measures.free_bytes)
-
-
-def _describe_build(ready: Ready) -> dict[str, str]:
-    return {"version": __version__, "python": platform.python_version(), "libvips": ready.libvips}
 
 
 # Settings, as each part sees them

@@ -2,24 +2,27 @@
 
 Counting is plain attributes (core/tally.py); everything dearer happens when somebody asks. prometheus-client
 writes the text, no more: its own counters cost ten times as much and take a lock.
-With a folder, each process leaves a snapshot of its numbers there every second, and whoever is asked adds those
-of the others to its own: another process is seen as it was up to a second ago. Who is alive says a lock on
-its file, which the kernel takes away however a process ends.
+With a folder, each process leaves a snapshot of its numbers there every second and before it tells them, and
+whoever is asked adds those of the others to its own: another process is seen as it was up to a second ago, and
+no total that was told ever goes down. Who is alive says a lock on its file, which the kernel takes away however
+a process ends.
 Surprise: a file's lock goes with its inode. Each snapshot is a new file that is locked before it gets its name.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import fcntl
 import logging
 import os
 import resource
 import secrets
-import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from itertools import accumulate
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -32,13 +35,17 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import choose_encoder
 
-from uvimg.core.tally import BOUNDS_S, Snapshot, Tallies, merge
+from uvimg.core.tally import BOUNDS_S, Key, Place, Snapshot, Tallies, Times, merge
 
 log = logging.getLogger("uvimg.metrics")
 
 _PERIOD_S = 1.0
 # A younger draft may be on its way to its name.
 _ORPHAN_AGE_S = 60
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Reading(NamedTuple):
@@ -55,8 +62,12 @@ class _Family(NamedTuple):
     labels: tuple[str, ...] = ()
 
 
-# Beside what tallies tell. Counters get their _total when they are told.
+# Counters get their _total when they are told.
 _FAMILIES = {
+    "uvimg_requests": _Family("counter", "Answers.", ("app", "route", "status")),
+    "uvimg_requests_repeated": _Family("counter", "Answers that only had to be written again, of these.", ("app",)),
+    "uvimg_errors": _Family("counter", "Errors told, in whatever dialect and status.", ("app", "route", "error")),
+    "uvimg_hits": _Family("counter", "Images and renditions answered, by how they were got.", ("app", "kind")),
     "uvimg_process_starts": _Family("counter", "Service processes that were started."),
     "uvimg_cpu_seconds": _Family("counter", "CPU time, of the service and of its image workers.", ("part",)),
     "uvimg_jobs": _Family("counter", "Image jobs that a worker was given.", ("lane",)),
@@ -88,12 +99,16 @@ Watch = Callable[[], Iterable[Reading]]
 class Metrics:
     """All numbers of this process and, with a folder, of those beside it."""
 
-    def __init__(self, folder: str = "", info: dict[str, str] | None = None) -> None:
+    def __init__(self, folder: str = "") -> None:
         self.tallies = Tallies()
-        self._info = info or {}
+        # What this is, for people.
+        self.info: dict[str, str] = {}
         self._watched: list[Watch] = []
         self._viewed: list[Watch] = []
         self._folder = _Folder(Path(folder)) if folder else None
+        self._failing = False
+        # One thing at a time and in order, in a thread of its own: a disk may take its time.
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "uvimg-metrics")
 
     def watch(self, read: Watch) -> None:
         """Have these read whenever somebody asks, and added to those of other processes."""
@@ -102,11 +117,6 @@ class Metrics:
     def view(self, read: Watch) -> None:
         """The same for gauges of what all processes share: they are not added up."""
         self._viewed.append(read)
-
-    def read(self) -> Snapshot:
-        """Now, over all processes."""
-        living, ended = ([], []) if self._folder is None else self._folder.read()
-        return merge([self._snapshot(), *living], ended)
 
     def others_serve(self) -> bool:
         """Whether another process beside this one is not about to end. False where nobody can say."""
@@ -118,10 +128,15 @@ class Metrics:
             return False
         return any(other.gauges.get(("uvimg_processes", ("serving",))) for other in living)
 
-    def expose(self, accept: str) -> tuple[str, bytes]:
+    async def expose(self, accept: str) -> tuple[str, bytes]:
         """Content type and text for Prometheus, in the older format or in OpenMetrics."""
+        snapshot = self._snapshot()
+        if self._folder is not None:
+            await self._publish(snapshot)
+            living, ended = await self._in_thread(self._folder.read)
+            snapshot = merge([snapshot, *living], ended)
         registry = CollectorRegistry()
-        registry.register(_Collector(list(self._tell())))
+        registry.register(_Collector(list(self._tell(snapshot))))
         # Never the client's own words: the library fails on odd versions, and says others back.
         known = (
             "application/openmetrics-text; version=1.0.0" if "application/openmetrics-text" in accept.lower() else ""
@@ -147,15 +162,26 @@ class Metrics:
             await task
             await self.publish()
             self._folder.close()
+            self._thread.shutdown(wait=False)
 
     async def publish(self) -> None:
         """Let other processes see this one as it is now."""
+        await self._publish(self._snapshot())
+
+    async def _publish(self, snapshot: Snapshot) -> None:
         if self._folder is not None:
             try:
-                # A disk may take its time.
-                await asyncio.to_thread(self._folder.write, self._snapshot())
+                await self._in_thread(self._folder.write, snapshot)
             except OSError as exc:
-                log.warning("the metrics of this process could not be written: %s", exc)
+                # Once, not every second.
+                if not self._failing:
+                    log.warning("the metrics of this process could not be written: %s", exc)
+                self._failing = True
+            else:
+                self._failing = False
+
+    async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.wrap_future(self._thread.submit(work, *args, **kwargs))
 
     async def _publish_until(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
@@ -172,13 +198,12 @@ class Metrics:
                 values[family, labels] = value
         return snapshot
 
-    def _tell(self) -> Iterator[Metric]:
-        snapshot = self.read()
-        yield InfoMetricFamily("uvimg_build", "What this is.", self._info)
-        yield from _tell_times(snapshot)
-        values = snapshot.counters | snapshot.gauges
+    def _tell(self, snapshot: Snapshot) -> Iterator[Metric]:
+        values = _count_answers(snapshot.times) | snapshot.counters | snapshot.gauges
         for read in self._viewed:
             values |= {(family, labels): value for family, labels, value in read()}
+        yield InfoMetricFamily("uvimg_build", "What this is.", self.info)
+        yield _tell_times(snapshot.times)
         for name, (kind, help, labels) in _FAMILIES.items():
             family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(name, help, labels=labels)
             for place, value in values.items():
@@ -198,49 +223,36 @@ class _Collector:
         return self._families
 
 
-def _tell_times(snapshot: Snapshot) -> Iterator[Metric]:
-    requests: dict[tuple[str, ...], int] = {}
-    hits: dict[tuple[str, ...], int] = {}
-    repeated: dict[tuple[str, ...], int] = {}
-    counts: dict[tuple[str, ...], list[int]] = {}
-    seconds: dict[tuple[str, ...], float] = {}
-    for (app, route, status, origin), times in snapshot.times.items():
-        count = sum(times.counts)
+def _count_answers(times: dict[Key, Times]) -> dict[Place, float]:
+    """What tallies say beside the time that answers took."""
+    counters = Counter[Place]()
+    for (app, route, status, origin), each in times.items():
+        count = sum(each.counts)
+        counters["uvimg_requests", (app, route, str(status))] += count
+        counters["uvimg_requests_repeated", (app,)] += each.repeated
+        if origin[:1].isupper():
+            counters["uvimg_errors", (app, route, origin)] += count
+        elif origin:
+            counters["uvimg_hits", (app, origin)] += count
+    return dict(counters)
+
+
+def _tell_times(times: dict[Key, Times]) -> Metric:
+    counts: dict[tuple[str, str, str], list[int]] = {}
+    seconds: dict[tuple[str, str, str], float] = {}
+    for (app, route, status, _), each in times.items():
         of = (app, route, str(status))
-        requests[of] = requests.get(of, 0) + count
-        if origin:
-            hits[app, origin] = hits.get((app, origin), 0) + count
-        repeated[(app,)] = repeated.get((app,), 0) + times.repeated
-        before = counts.get(of, [0] * len(times.counts))
-        counts[of] = [one + other for one, other in zip(before, times.counts, strict=True)]
-        seconds[of] = seconds.get(of, 0) + times.seconds
-    yield _family(CounterMetricFamily("uvimg_requests", "Answers.", labels=("app", "route", "status")), requests)
-    yield _family(
-        CounterMetricFamily("uvimg_hits", "Answers by how their content was got.", labels=("app", "kind")), hits
-    )
-    yield _family(
-        CounterMetricFamily(
-            "uvimg_requests_repeated", "Answers that only had to be written again, of all those.", labels=("app",)
-        ),
-        repeated,
-    )
-    histogram = HistogramMetricFamily(
+        before = counts.get(of, [0] * len(each.counts))
+        counts[of] = [one + other for one, other in zip(before, each.counts, strict=True)]
+        seconds[of] = seconds.get(of, 0) + each.seconds
+    family = HistogramMetricFamily(
         "uvimg_request_seconds",
-        "Time to an answer, without its way over the network. Repeated answers count in the first bucket, untimed.",
+        "Time to an answer, without its way over the network. Repeated ones count in the first bucket, untimed.",
         labels=("app", "route", "status"),
     )
-    for labels, each in counts.items():
-        below, buckets = 0, []
-        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), each, strict=True):
-            below += count
-            buckets.append((bound, below))
-        histogram.add_metric(labels, buckets, seconds[labels])
-    yield histogram
-
-
-def _family(family: CounterMetricFamily, values: dict[tuple[str, ...], int]) -> CounterMetricFamily:
-    for labels, value in values.items():
-        family.add_metric(labels, value)
+    for of, counted in counts.items():
+        buckets = zip((*map(str, BOUNDS_S), "+Inf"), accumulate(counted), strict=True)
+        family.add_metric(of, list(buckets), seconds[of])
     return family
 
 
@@ -313,7 +325,6 @@ class _Folder:
         self._path = path
         self._name = f"{secrets.token_hex(8)}.live"
         self._held: int | None = None
-        self._writing = threading.Lock()
 
     def open(self) -> None:
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -326,20 +337,18 @@ class _Folder:
 
     def write(self, snapshot: Snapshot) -> None:
         draft = self._path / f"{self._name}.draft"
-        # One at a time, as there is one draft.
-        with self._writing:
-            file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                rest = memoryview(_encode(snapshot))
-                while rest:
-                    rest = rest[os.write(file, rest) :]
-                os.rename(draft, self._path / self._name)
-            except BaseException:
-                os.close(file)
-                raise
-            self.close()
-            self._held = file
+        file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            rest = memoryview(_encode(snapshot))
+            while rest:
+                rest = rest[os.write(file, rest) :]
+            os.rename(draft, self._path / self._name)
+        except BaseException:
+            os.close(file)
+            raise
+        self.close()
+        self._held = file
 
     def read(self) -> tuple[list[Snapshot], list[Snapshot]]:
         """The other processes, living and ended."""

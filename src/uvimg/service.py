@@ -94,7 +94,7 @@ class Service:
     def refuse_head(self, error: UvimgError) -> Response:
         """The last answer on a connection, to what is no request that an app could see."""
         response = refuse_head(error)
-        self._tallies["none", "none", response.status, ""].count(0.0)
+        self._tallies["none", "none", response.status, type(error).__name__].count(0.0)
         return response
 
     def _find_app(self, path: str) -> App:
@@ -108,10 +108,13 @@ class Service:
             # Overload is told in the access log, once for each; a warning each would make it worse.
             log.warning("%s %a: %s (%r)", request.method, request.target, exc.detail, exc.__cause__)
         try:
-            return app.refuse(request, exc)
+            response = app.refuse(request, exc)
         except Exception:
             log.exception("an error could not be told: %s %a", request.method, request.target)
-            return Response(500)
+            response = Response(500)
+        # Some dialects tell errors with 200.
+        response.origin = type(exc).__name__
+        return response
 
     def _finish(self, app: App, request: Request, response: Response, started: float) -> None:
         # What is served is what it says it is, to every browser.

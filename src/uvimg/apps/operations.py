@@ -1,7 +1,7 @@
 """What whoever runs the service asks it: /health and /metrics.
 
-Both are answered in the call in which they were asked: no queue, no lock, no worker and no wait for a disk
-stands between.
+No queue, no lock and no worker stands between; where the metrics are those of several processes, a look into
+their folder does.
 """
 
 from collections.abc import Callable
@@ -59,23 +59,24 @@ class Operations:
     def __init__(self, settings: OperationsSettings, metrics: Metrics, health: Callable[[], Health]) -> None:
         self._settings, self._metrics, self._health = settings, metrics, health
 
-    def try_now(self, request: Request) -> Response:
+    def try_now(self, request: Request) -> Response | None:
         if request.path not in PATHS:
             raise NotFound("There is nothing here.")
         if request.method == "OPTIONS":
-            response = Response(204, {"Allow": _ALLOW})
-        elif request.method not in ("GET", "HEAD"):
+            return Response(204, {"Allow": _ALLOW}, route=request.path[1:])
+        if request.method not in ("GET", "HEAD"):
             raise MethodNotAllowed(_ALLOW)
-        elif request.path == "/health":
-            response = self._tell_health()
-        else:
-            response = self._tell_metrics(request)
-        response.headers["Cache-Control"] = "no-store"
-        response.route = request.path[1:]
-        return response
+        if request.path == "/health":
+            return self._tell_health()
+        self._admit(request)
+        return None
 
     async def handle(self, request: Request) -> Response:
-        return self.try_now(request)
+        response = self.try_now(request)
+        if response is not None:
+            return response
+        content_type, text = await self._metrics.expose(request.headers.get("accept", ""))
+        return Response(200, {"Content-Type": content_type, "Cache-Control": "no-store"}, text, route="metrics")
 
     def refuse(self, request: Request, error: UvimgError) -> Response:
         """An error as problem+json (RFC 9457)."""
@@ -87,12 +88,11 @@ class Operations:
     def _tell_health(self) -> Response:
         health = self._health()
         told = {"status": health.status} | ({"reason": health.reason} if health.reason else {})
-        return Response(200 if health.status == "ok" else 503, {"Content-Type": "application/json"}, _encode_json(told))
+        headers = {"Content-Type": "application/json", "Cache-Control": "no-store"}
+        return Response(200 if health.status == "ok" else 503, headers, _encode_json(told), route="health")
 
-    def _tell_metrics(self, request: Request) -> Response:
+    def _admit(self, request: Request) -> None:
         if self._settings.rule is not None:
             client = find_client(request.peer, request.headers, self._settings.trusted_proxies)
             if not self._settings.rule.allows(client) or is_rebound(client, request.headers):
                 raise Forbidden()
-        content_type, text = self._metrics.expose(request.headers.get("accept", ""))
-        return Response(200, {"Content-Type": content_type}, text)

@@ -57,8 +57,8 @@ class Response:
 
     `lasts` tells for how long a request with the same head, whoever sends it, has the same answer.
 
-    For the metrics the app says which of its routes this was, and how it came by the content; the service
-    puts the tally here in which it counted the answer.
+    For the metrics the app says in `route` which of its routes this was, and in `origin` how it came by the content;
+    of an error that is its class. The service puts the tally here in which it counted the answer.
     """
 
     status: int

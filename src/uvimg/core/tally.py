@@ -13,7 +13,7 @@ import msgspec
 BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _FAST_S = BOUNDS_S[0]
 
-# app, route, status, origin
+# app, route, status, and how the content was got or, with a capital letter, the error that there was instead
 Key = tuple[str, str, int, str]
 # A family's name and the values of its labels.
 Place = tuple[str, tuple[str, ...]]
