@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
-
 from uvimg.core.errors import Overloaded, UvimgError
 from uvimg.core.message import Request, Response
 
 log = logging.getLogger("uvimg")
 
-AccessLog = Callable[[Request, Response, float], None]
+# Request, peer, status, size of the body in bytes, seconds.
+AccessLog = Callable[[Request, str, int, int, float], None]
 
 
 class App(Protocol):
@@ -30,7 +29,7 @@ class App(Protocol):
 
 
 class Service:
-    """One app behind errors and the access log. `access_log` gets request, response and seconds.
+    """One app behind errors and the access log. `access_log` has one call for each answer.
 
     `version` is a number that changes with whatever answers that last are made of.
     """
@@ -61,10 +60,10 @@ class Service:
         self._finish(request, response, started)
         return response
 
-    def repeat(self, request: Request, response: Response, peer: str) -> None:
+    def repeat(self, request: Request, status: int, size: int, peer: str) -> None:
         """An answer that lasts is given once more, to an equal request of `peer`."""
         if self._access_log is not None:
-            self._access_log(msgspec.structs.replace(request, peer=peer), response, 0.0)
+            self._access_log(request, peer, status, size, 0.0)
 
     def _refuse(self, request: Request, exc: Exception) -> Response:
         if not isinstance(exc, UvimgError):
@@ -83,4 +82,4 @@ class Service:
         # What is served is what it says it is, to every browser.
         response.headers["X-Content-Type-Options"] = "nosniff"
         if self._access_log is not None:
-            self._access_log(request, response, time.perf_counter() - started)
+            self._access_log(request, request.peer, response.status, response.size, time.perf_counter() - started)
