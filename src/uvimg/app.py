@@ -11,17 +11,19 @@ import dataclasses
 import logging
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from importlib import resources
 from pathlib import Path
 from typing import cast
 
-from uvimg import __version__, config, logs
+from uvimg import __version__, config, logs, systemd
 from uvimg.apps.images import Images, ImagesSettings, weigh
 from uvimg.cache import Cache
 from uvimg.config import Settings
 from uvimg.core.access import parse_network, parse_rules
 from uvimg.core.formats import Format, parse_output_format
+from uvimg.core.place import Tcp, parse_place
 from uvimg.core.plan import Rules
 from uvimg.imaging import Limits, Ready
 from uvimg.imaging.pool import Pool, PoolSettings
@@ -29,7 +31,7 @@ from uvimg.service import Service
 from uvimg.store import open_store
 from uvimg.web import FrontEnd, WebSettings
 from uvimg.web.aiohttp import AiohttpFrontEnd
-from uvimg.web.listen import bind_sockets
+from uvimg.web.listen import CannotListen, open_sockets, show_address
 from uvimg.web.streams import StreamsFrontEnd
 from uvimg.web.transport import TransportFrontEnd
 
@@ -58,20 +60,22 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    try:
-        listeners = bind_sockets(settings.host, settings.port)
-    except OSError as exc:
-        raise CannotStart(f"cannot listen on {settings.host} port {settings.port}: {exc.strerror}") from exc
+    places = [parse_place(text) for text in settings.listen] or systemd.inherited_places()
     with contextlib.ExitStack() as sockets:
-        for listener in listeners:
-            sockets.enter_context(listener)
-        settings = dataclasses.replace(settings, port=listeners[0].getsockname()[1])
+        try:
+            (listeners,) = sockets.enter_context(open_sockets(places or [Tcp(settings.host, settings.port)]))
+        except CannotListen as exc:
+            raise CannotStart(str(exc)) from exc
+        ports = [each.getsockname()[1] for each in listeners if each.family != socket.AF_UNIX]
+        settings = dataclasses.replace(settings, port=(ports or [settings.port])[0])
         async with start_service(settings) as (service, ready):
             front_end = _FRONT_ENDS[settings.front_end](service, _web_settings(settings))
             await front_end.start(listeners)
             try:
-                announce(_describe(settings, ready))
+                announce(_describe(settings, listeners, ready))
+                systemd.tell_ready()
                 await stop.wait()
+                systemd.tell_stopping()
                 log.info("stopping: requests in flight have %g s", settings.grace_s)
             finally:
                 await front_end.stop()
@@ -192,13 +196,10 @@ def _read_page(name: str, path: str) -> bytes:
     return resources.files("uvimg.web.page").joinpath(name).read_bytes()
 
 
-def _describe(settings: Settings, ready: Ready) -> str:
+def _describe(settings: Settings, listeners: list[socket.socket], ready: Ready) -> str:
     """The line that a person waits for."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
-    if ":" in host and not host.startswith("["):
-        host = f"[{host}]"
     return (
-        f"uvimg {__version__} is ready: http://{host}:{settings.port}/  "
+        f"uvimg {__version__} is ready: {' '.join(map(show_address, listeners))}  "
         f"(store {settings.store}, workers {_count_workers(settings)}, libvips {ready.libvips}, "
         f"confined by {', '.join(ready.confined_by) or 'nothing'})"
     )

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from uvimg.core.access import parse_network, parse_rules
 from uvimg.core.formats import FORMATS
+from uvimg.core.place import check_places
 
 ENVIRONMENT_PREFIX = "UVIMG_"
 APPS = ("images",)
@@ -44,6 +45,8 @@ class Declaration:
     positional: bool
     # Between the items of a list where it comes as text.
     separator: str
+    # Whether its flag is given once for each item.
+    repeated: bool
 
     @property
     def allowed(self) -> str:
@@ -94,6 +97,7 @@ def _setting(
     check: Callable[[Any], object] | None = None,
     positional: bool = False,
     separator: str = ",",
+    repeated: bool = False,
 ) -> Any:
     metadata = {
         "group": group,
@@ -105,6 +109,7 @@ def _setting(
         "check": check,
         "positional": positional,
         "separator": separator,
+        "repeated": repeated,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -175,6 +180,14 @@ class Settings:
     )
     host: str = _setting("127.0.0.1", _SERVER, "Address to listen on; 0.0.0.0 or :: is every interface.")
     port: int = _setting(4869, _SERVER, "Port to listen on; 0 takes a free one.", low=0, high=65_535)
+    listen: tuple[str, ...] = _setting(
+        (),
+        _SERVER,
+        "Places to listen on instead of host and port: HOST:PORT, [::1]:PORT, :PORT (every interface), unix:/path, "
+        "fd:N (a socket that was opened before). The flag may be repeated.",
+        check=check_places,
+        repeated=True,
+    )
     front_end: Literal["aiohttp", "streams", "transport"] = _setting("aiohttp", _SERVER, "What speaks HTTP.")
     loop: Literal["uvloop", "asyncio"] = _setting("uvloop", _SERVER, "The event loop it runs on.")
     max_connections: int = _setting(
@@ -226,6 +239,7 @@ class Settings:
         "Headers of every image. In the environment one a line; the flag may be repeated.",
         check=_check_each(parse_header),
         separator="\n",
+        repeated=True,
     )
     disable_args: bool = _setting(False, _IMAGES, "Ignore the parameters w, h, p, g, x, y, r, q and f.")
     disable_zoom_up: bool = _setting(False, _IMAGES, "Never enlarge: w and h are at most the image's own.")

@@ -15,7 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from uvimg.core.errors import BadRequest, ExpectationFailed, RequestTimeout
 from uvimg.core.message import FilePart, Request, Response, fold_headers, split_target
 from uvimg.service import Service
-from uvimg.web import WebSettings, read_part
+from uvimg.web import WebSettings, name_peer, read_part
 
 # When requests have been answered, or their grace is over: for what is still in a buffer.
 _LAST_WRITES_S = 1.0
@@ -93,7 +93,9 @@ def _translate(incoming: web.BaseRequest) -> Request:
     headers = fold_headers(incoming.headers.items())
     length = incoming.content_length if incoming.body_exists else 0
     body = _read_body(incoming, headers.get("expect"))
-    return Request(incoming.method, target, path, query, headers, incoming.remote or "", length, body)
+    return Request(
+        incoming.method, target, path, query, headers, incoming.remote or name_peer(incoming.transport), length, body
+    )
 
 
 async def _read_body(incoming: web.BaseRequest, expect: str | None) -> AsyncIterator[bytes]:

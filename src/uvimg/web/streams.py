@@ -31,7 +31,7 @@ from uvimg.core.http1 import (
 from uvimg.core.message import FilePart, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.service import Service
-from uvimg.web import WebSettings, read_part
+from uvimg.web import LOCAL_PEER, WebSettings, read_part
 from uvimg.web.stream import Stream
 
 log = logging.getLogger("uvimg.web")
@@ -84,6 +84,7 @@ class StreamsFrontEnd:
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
+        is_local = listener.family == socket.AF_UNIX
         with listener:
             while True:
                 try:
@@ -98,9 +99,8 @@ class StreamsFrontEnd:
                     continue
                 with contextlib.suppress(OSError):
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                conversation = _Conversation(
-                    self._service, Stream(connection), str(peer[0]), self._settings.keepalive_s
-                )
+                address = LOCAL_PEER if is_local else str(peer[0])
+                conversation = _Conversation(self._service, Stream(connection), address, self._settings.keepalive_s)
                 task = asyncio.create_task(conversation.hold())
                 self._talking[task] = conversation
                 task.add_done_callback(self._forget)

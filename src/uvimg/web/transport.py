@@ -34,7 +34,7 @@ from uvimg.core.http1 import (
 from uvimg.core.message import FilePart, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.service import Service
-from uvimg.web import WebSettings, read_part
+from uvimg.web import WebSettings, name_peer, read_part
 from uvimg.web.memo import Memo
 
 log = logging.getLogger("uvimg.web")
@@ -143,12 +143,10 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclass of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
-        peer = transport.get_extra_info("peername")
-        # One that has gone already has no name.
-        if not peer or len(self._front_end.connections) >= self._front_end.settings.max_connections:
+        self._peer = name_peer(transport)
+        if not self._peer or len(self._front_end.connections) >= self._front_end.settings.max_connections:
             self._transport.abort()
             return
-        self._peer = str(peer[0])
         self._transport.set_write_buffer_limits(high=0)
         self._front_end.connections.add(self)
         self.rest(self.now())
