@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from importlib import resources
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import cast
 from uvimg import __version__, config, logs, systemd
 from uvimg.apps.images import Images, ImagesSettings, weigh
 from uvimg.cache import Cache
-from uvimg.config import Settings
+from uvimg.config import ConfigError, Settings
 from uvimg.core.access import parse_network, parse_rules
 from uvimg.core.formats import Format, parse_output_format
 from uvimg.core.place import Tcp, parse_place
@@ -33,6 +34,7 @@ from uvimg.web import FrontEnd, WebSettings
 from uvimg.web.aiohttp import AiohttpFrontEnd
 from uvimg.web.listen import CannotListen, open_sockets, show_address
 from uvimg.web.streams import StreamsFrontEnd
+from uvimg.web.tls import make_context
 from uvimg.web.transport import TransportFrontEnd
 
 log = logging.getLogger("uvimg")
@@ -52,7 +54,7 @@ class CannotStart(Exception):
 async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT. `announce` gets one line when the first request can be answered.
 
-    Raises CannotStart, StoreDown and WorkerDied when it cannot be started as configured.
+    Raises ConfigError, CannotStart, StoreDown and WorkerDied when it cannot be started as configured.
     """
     logs.set_up(settings.log, settings.log_level)
     for name, value in config.changed(settings).items():
@@ -60,6 +62,7 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    web_settings = _web_settings(settings)
     places = [parse_place(text) for text in settings.listen] or systemd.inherited_places()
     with contextlib.ExitStack() as sockets:
         try:
@@ -69,7 +72,7 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
         ports = [each.getsockname()[1] for each in listeners if each.family != socket.AF_UNIX]
         settings = dataclasses.replace(settings, port=(ports or [settings.port])[0])
         async with start_service(settings) as (service, ready):
-            front_end = _FRONT_ENDS[settings.front_end](service, _web_settings(settings))
+            front_end = _FRONT_ENDS[settings.front_end](service, web_settings)
             await front_end.start(listeners)
             try:
                 announce(_describe(settings, listeners, ready))
@@ -142,7 +145,17 @@ def _web_settings(settings: Settings) -> WebSettings:
         backlog=settings.backlog,
         max_connections=settings.max_connections,
         memo_bytes=settings.memo_size,
+        tls=_make_tls(settings),
     )
+
+
+def _make_tls(settings: Settings) -> ssl.SSLContext | None:
+    if not settings.tls_certificate:
+        return None
+    try:
+        return make_context(settings.tls_certificate, settings.tls_key)
+    except ValueError as exc:
+        raise ConfigError(f"tls_certificate and tls_key: {exc}") from exc
 
 
 def _images_settings(settings: Settings) -> ImagesSettings:
@@ -198,8 +211,9 @@ def _read_page(name: str, path: str) -> bytes:
 
 def _describe(settings: Settings, listeners: list[socket.socket], ready: Ready) -> str:
     """The line that a person waits for."""
+    scheme = "https" if settings.tls_certificate else "http"
     return (
-        f"uvimg {__version__} is ready: {' '.join(map(show_address, listeners))}  "
+        f"uvimg {__version__} is ready: {' '.join(show_address(each, scheme) for each in listeners)}  "
         f"(store {settings.store}, workers {_count_workers(settings)}, libvips {ready.libvips}, "
         f"confined by {', '.join(ready.confined_by) or 'nothing'})"
     )

@@ -196,6 +196,13 @@ class Settings:
     backlog: int = _setting(
         4096, _SERVER, "Connections the kernel may hold until they are accepted.", low=1, high=65_535
     )
+    tls_certificate: str = _setting(
+        "",
+        _SERVER,
+        "PEM file with the certificate and its chain; with it every TCP address speaks TLS.",
+        check=_check_file,
+    )
+    tls_key: str = _setting("", _SERVER, "PEM file with the certificate's key, not encrypted.", check=_check_file)
     keepalive_s: float = _setting(75.0, _SERVER, "How long an idle connection is kept open.", low=1, unit="s")
     grace_s: float = _setting(30.0, _SERVER, "How long requests in flight may go on after SIGTERM.", low=0, unit="s")
     log: Literal["text", "json"] = _setting("text", _SERVER, "Form of the log on stderr.")
@@ -342,7 +349,14 @@ def load(
         if value is not None:
             flag = key if by_name[key].positional else "--" + key.replace("_", "-")
             _put(values, by_name, key, value, f"from {flag}")
-    return Settings(**values)
+    settings = Settings(**values)
+    _check_together(settings)
+    return settings
+
+
+def _check_together(settings: Settings) -> None:
+    if bool(settings.tls_certificate) != bool(settings.tls_key):
+        raise ConfigError("tls_certificate and tls_key go together: give both or none")
 
 
 def _read_file(path: str) -> dict[str, Any]:

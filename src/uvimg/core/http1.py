@@ -32,6 +32,8 @@ MAX_FIELDS = 100
 MAX_CHUNK_EXTRA_BYTES = 16_384
 
 # Deadlines are absolute, not per read: a client that drips bytes gains nothing by it.
+# From a connection's first moment to the end of TLS's handshake.
+HANDSHAKE_S = 10.0
 # From a head's first byte to its last.
 HEAD_S = 15.0
 # A body must come at this rate after a start that is free: slower ones only hold a place.

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import ssl
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,11 @@ class WebSettings:
     backlog: int
     max_connections: int
     memo_bytes: int
+    # For every listener but unix sockets.
+    tls: ssl.SSLContext | None = None
+
+    def tls_for(self, listener: socket.socket) -> ssl.SSLContext | None:
+        return None if listener.family == socket.AF_UNIX else self.tls
 
 
 class FrontEnd(Protocol):

@@ -13,6 +13,7 @@ from aiohttp import ClientError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from uvimg.core.errors import BadRequest, ExpectationFailed, RequestTimeout
+from uvimg.core.http1 import HANDSHAKE_S
 from uvimg.core.message import FilePart, Request, Response, fold_headers, split_target
 from uvimg.service import Service
 from uvimg.web import WebSettings, name_peer, read_part
@@ -44,21 +45,31 @@ class AiohttpFrontEnd:
             access_log=None,
         )
         self._runner = web.ServerRunner(server, shutdown_timeout=_LAST_WRITES_S)
-        self._sites: list[web.SockSite] = []
+        self._servers: list[asyncio.Server] = []
         self._stopping = False
         self._in_flight = 0
         self._quiet = asyncio.Event()
 
     async def start(self, listeners: list[socket.socket]) -> None:
         await self._runner.setup()
+        assert self._runner.server is not None
         for listener in listeners:
-            site = web.SockSite(self._runner, listener, backlog=self._settings.backlog)
-            await site.start()
-            self._sites.append(site)
+            # Not by aiohttp's sites, which leave a handshake a minute.
+            tls = self._settings.tls_for(listener)
+            server = await asyncio.get_running_loop().create_server(
+                self._runner.server,
+                sock=listener,
+                backlog=self._settings.backlog,
+                ssl=tls,
+                ssl_handshake_timeout=HANDSHAKE_S if tls else None,
+                # From the close on, whatever is still to be taken: past this a slow client's answer is cut off.
+                ssl_shutdown_timeout=self._settings.keepalive_s if tls else None,
+            )
+            self._servers.append(server)
 
     async def stop(self) -> None:
-        for site in self._sites:
-            await site.stop()
+        for server in self._servers:
+            server.close()
         self._stopping = True
         if self._in_flight:
             # Not aiohttp's own shutdown yet: from its first moment on it reads no more of any body.

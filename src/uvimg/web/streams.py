@@ -17,6 +17,7 @@ from uvimg.core.errors import BadRequest, RequestTimeout, UvimgError
 from uvimg.core.http1 import (
     BODY_BYTES_PER_S,
     BODY_START_S,
+    HANDSHAKE_S,
     HEAD_S,
     LINGER_S,
     WRITE_STALL_BYTES,
@@ -32,7 +33,7 @@ from uvimg.core.message import FilePart, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.service import Service
 from uvimg.web import LOCAL_PEER, WebSettings, read_part
-from uvimg.web.stream import Stream
+from uvimg.web.stream import Stream, TlsStream
 
 log = logging.getLogger("uvimg.web")
 
@@ -84,7 +85,7 @@ class StreamsFrontEnd:
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        is_local = listener.family == socket.AF_UNIX
+        is_local, tls = listener.family == socket.AF_UNIX, self._settings.tls_for(listener)
         with listener:
             while True:
                 try:
@@ -100,7 +101,8 @@ class StreamsFrontEnd:
                 with contextlib.suppress(OSError):
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 address = LOCAL_PEER if is_local else str(peer[0])
-                conversation = _Conversation(self._service, Stream(connection), address, self._settings.keepalive_s)
+                stream = Stream(connection) if tls is None else TlsStream(connection, tls)
+                conversation = _Conversation(self._service, stream, address, self._settings.keepalive_s)
                 task = asyncio.create_task(conversation.hold())
                 self._talking[task] = conversation
                 task.add_done_callback(self._forget)
@@ -152,6 +154,8 @@ class _Conversation:
     async def hold(self) -> None:
         async with self._stream as stream:
             with contextlib.suppress(OSError, EOFError, TimeoutError):
+                with self.within(HANDSHAKE_S):
+                    await stream.open()
                 while not self.last:
                     head = await self._read_head(stream)
                     if head is not None:

@@ -12,14 +12,17 @@ import contextlib
 import logging
 import math
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import cast
 
 from uvimg.core.errors import BadRequest, RequestTimeout, UvimgError
 from uvimg.core.http1 import (
     BODY_BYTES_PER_S,
     BODY_START_S,
+    HANDSHAKE_S,
     HEAD_S,
     LINGER_S,
     WRITE_STALL_BYTES,
@@ -36,6 +39,7 @@ from uvimg.core.negotiate import http_date
 from uvimg.service import Service
 from uvimg.web import WebSettings, name_peer, read_part
 from uvimg.web.memo import Memo
+from uvimg.web.tls import TlsTransport
 
 log = logging.getLogger("uvimg.web")
 
@@ -64,11 +68,16 @@ class TransportFrontEnd:
     async def start(self, listeners: list[socket.socket]) -> None:
         loop = asyncio.get_running_loop()
         for listener in listeners:
-            server = await loop.create_server(
-                lambda: _Connection(self, loop), sock=listener, backlog=self.settings.backlog
-            )
-            self._servers.append(server)
+            tls = self.settings.tls_for(listener)
+            make = self._connect if tls is None else partial(self._connect_by_tls, tls)
+            self._servers.append(await loop.create_server(make, sock=listener, backlog=self.settings.backlog))
         self._watching = asyncio.create_task(self._watch())
+
+    def _connect(self) -> "_Connection":
+        return _Connection(self, asyncio.get_running_loop())
+
+    def _connect_by_tls(self, context: ssl.SSLContext) -> TlsTransport:
+        return TlsTransport(context, HANDSHAKE_S, self._connect())
 
     async def stop(self) -> None:
         for server in self._servers:
