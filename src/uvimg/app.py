@@ -79,6 +79,8 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
                 systemd.tell_ready()
                 await stop.wait()
                 systemd.tell_stopping()
+                service.draining = True
+                await asyncio.sleep(settings.drain_delay_s)
                 log.info("stopping: requests in flight have %g s", settings.grace_s)
             finally:
                 await front_end.stop()

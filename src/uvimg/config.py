@@ -205,6 +205,13 @@ class Settings:
     tls_key: str = _setting("", _SERVER, "PEM file with the certificate's key, not encrypted.", check=_check_file)
     keepalive_s: float = _setting(75.0, _SERVER, "How long an idle connection is kept open.", low=1, unit="s")
     grace_s: float = _setting(30.0, _SERVER, "How long requests in flight may go on after SIGTERM.", low=0, unit="s")
+    drain_delay_s: float = _setting(
+        0.0,
+        _SERVER,
+        "How long it goes on as before after SIGTERM, while its health says 503 so that balancers look elsewhere.",
+        low=0,
+        unit="s",
+    )
     log: Literal["text", "json"] = _setting("text", _SERVER, "Form of the log on stderr.")
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", _SERVER, "The least that is logged.")
     access_log: bool = _setting(True, _SERVER, "Log one line for each request.")

@@ -38,6 +38,8 @@ class Service:
         self._app = app
         self._access_log = access_log
         self.version = version
+        # Whether it is about to stop: whoever shares out requests should look elsewhere.
+        self.draining = False
 
     def try_now(self, request: Request) -> Response | None:
         """The answer if it is at hand: a hit, a 304, a refusal. None means: `handle` it. Never waits."""

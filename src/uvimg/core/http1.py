@@ -44,6 +44,8 @@ WRITE_STALL_S = 15.0
 WRITE_STALL_BYTES = 16_384
 # After a refusal its body is read for so long, so that closing does not destroy the answer on its way.
 LINGER_S = 2.0
+# At the end idle connections are listened to for so long: a request may be on its way.
+LAST_CALL_S = 1.0
 
 
 class Head(msgspec.Struct, frozen=True):

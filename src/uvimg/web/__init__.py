@@ -32,7 +32,7 @@ class FrontEnd(Protocol):
     async def start(self, listeners: list[socket.socket]) -> None: ...
 
     async def stop(self) -> None:
-        """Accept nobody else, finish what is in flight within the grace, then close everything."""
+        """Accept nobody else, finish what is on its way or in flight within the grace, then close everything."""
 
 
 # Who comes by a unix socket has no address: a process of this machine, exactly like one that comes by loopback.

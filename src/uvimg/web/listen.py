@@ -6,9 +6,11 @@ Surprise: what waits in a socket's queue is reset when its last descriptor close
 outlive a process keeps the sockets open himself.
 """
 
+import asyncio
 import contextlib
 import errno
 import os
+import select
 import socket
 import stat
 from collections.abc import Iterator, Sequence
@@ -17,6 +19,7 @@ from uvimg.core.place import Inherited, Place, Tcp, Unix
 
 # Whoever may enter the folder may connect: a proxy runs as another user. The folder's mode is the fence.
 _UNIX_MODE = 0o666
+_MOST_ROUNDS = 5000
 
 
 class CannotListen(Exception):
@@ -44,6 +47,30 @@ def open_sockets(places: Sequence[Place], processes: int = 1) -> Iterator[list[l
             for group in groups:
                 group.append(listener)
         yield groups
+
+
+async def close_servers(servers: Sequence[asyncio.Server], listeners: Sequence[socket.socket]) -> None:
+    """Accept nobody else. Whoever waits in a queue is let in before: closing would reset the connection."""
+    loop = asyncio.get_running_loop()
+    # libuv accepts one in each round. Who comes faster than that is not waited for.
+    for _ in range(_MOST_ROUNDS):
+        await asyncio.sleep(0)
+        if not _someone_waits(listeners):
+            break
+    # asyncio meets connections in tasks, which fail once their server is closed; uvloop in the call itself.
+    for listener in listeners:
+        loop.remove_reader(listener)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    for server in servers:
+        server.close()
+
+
+def _someone_waits(listeners: Sequence[socket.socket]) -> bool:
+    poll = select.poll()
+    for listener in listeners:
+        poll.register(listener, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def show_address(listener: socket.socket, scheme: str = "http") -> str:

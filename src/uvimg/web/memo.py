@@ -100,6 +100,11 @@ class Memo:
                 self._forget(eldest)
         self._known[key] = Known(whole, last, None if response.lasts == "always" else version, request, response)
 
+    def stop(self) -> None:
+        """Know nothing any more: from now on answers say that their connection ends."""
+        self._max_bytes = 0
+        self._known.clear()
+
     def _forget(self, key: Hashable) -> None:
         known = self._known.pop(key, None)
         if known is not None:

@@ -38,6 +38,8 @@ from uvimg.core.message import FilePart, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.service import Service
 from uvimg.web import WebSettings, name_peer, read_part
+from uvimg.web.drain import Drain
+from uvimg.web.listen import close_servers
 from uvimg.web.memo import Memo
 from uvimg.web.tls import TlsTransport
 
@@ -63,10 +65,12 @@ class TransportFrontEnd:
         self.memo = Memo(service, settings.memo_bytes)
         self.connections: set[_Connection] = set()
         self._changed = asyncio.Event()
+        self.drain = Drain()
         self._servers: list[asyncio.Server] = []
 
     async def start(self, listeners: list[socket.socket]) -> None:
         loop = asyncio.get_running_loop()
+        self._listeners = listeners
         for listener in listeners:
             tls = self.settings.tls_for(listener)
             make = self._connect if tls is None else partial(self._connect_by_tls, tls)
@@ -80,26 +84,26 @@ class TransportFrontEnd:
         return TlsTransport(context, HANDSHAKE_S, self._connect())
 
     async def stop(self) -> None:
-        for server in self._servers:
-            server.close()
-        for connection in list(self.connections):
-            connection.finish()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.settings.grace_s):
-                await self._emptied()
+        self.memo.stop()
+        await close_servers(self._servers, self._listeners)
+        await self.drain.run(self._all_closed, self._close_idle, self.settings.grace_s)
         self._watching.cancel()
         for connection in list(self.connections):
             connection.abort()
-        await self._emptied()
+        await self._all_closed()
 
     def forget(self, connection: "_Connection") -> None:
         self.connections.discard(connection)
         self._changed.set()
 
-    async def _emptied(self) -> None:
+    async def _all_closed(self) -> None:
         while self.connections:
             self._changed.clear()
             await self._changed.wait()
+
+    def _close_idle(self) -> None:
+        for connection in list(self.connections):
+            connection.close_idle()
 
     async def _watch(self) -> None:
         """End what is past its deadline. One look at all of them costs less than a timer for each step of each."""
@@ -241,10 +245,10 @@ class _Connection(asyncio.Protocol):
 
     # Ends
 
-    def finish(self) -> None:
-        """What is in flight is finished, and nothing else begun."""
-        self._last = True
-        if self._task is None and not self._lingering and self._transport is not None:
+    def close_idle(self) -> None:
+        """Unless a request is in flight; a head that has begun is one."""
+        if self._task is None and not (self._lingering or self._in_head) and self._transport is not None:
+            self._last = True
             self._transport.close()
 
     def abort(self) -> None:
@@ -335,7 +339,10 @@ class _Connection(asyncio.Protocol):
 
     def _await_head(self) -> None:
         if not self._buffer:
-            self.rest(self.now())
+            if self._front_end.drain.is_over:
+                self._linger()
+            else:
+                self.rest(self.now())
             return
         try:
             check_start(self._buffer)
@@ -364,7 +371,7 @@ class _Connection(asyncio.Protocol):
         )
         response = self._front_end.service.try_now(request)
         if response is not None and body is None and _is_at_hand(response):
-            self._last = self._last or not head.keep_alive
+            self._last = self._last or not head.keep_alive or self._front_end.drain.begun
             answer = self._encode(response, head)
             if version is not None:
                 memo.keep(data, version, answer, self._last, request, response)
@@ -399,7 +406,8 @@ class _Connection(asyncio.Protocol):
         try:
             if response is None:
                 response = await self._front_end.service.handle(request)
-            self._last = self._last or not head.keep_alive or (body is not None and not body.ended)
+            unread = body is not None and not body.ended
+            self._last = self._last or not head.keep_alive or unread or self._front_end.drain.begun
             await self._send(response, head)
         except Exception:
             log.exception("a connection failed")
