@@ -102,7 +102,8 @@ def test_what_is_kept_is_bounded_and_what_is_asked_for_stays(memo: Memo) -> None
 
 def test_a_memo_without_memory_keeps_nothing(app: Changing) -> None:
     nothing = Memo(Service(app, None, lambda: app.version), 0)
-    assert [nothing.begin(b"a") for _ in range(3)] == [None] * 3
+    keep(nothing, b"a")
+    assert nothing.recall(b"a", "") is None
 
 
 def test_what_is_deleted_is_gone_for_those_who_had_it_again_and_again(server: Server) -> None:

@@ -278,7 +278,7 @@ def test_totals_of_two_processes_are_summed_and_outlive_one_of_them(
 
 
 def operations_port(server: Server) -> int:
-    return int(re.findall(r"health and metrics: port (\d+)", server.log)[-1])
+    return int(re.findall(r"health and metrics at http://[^ ]*:(\d+)/", server.log)[-1])
 
 
 @contextlib.contextmanager

@@ -87,6 +87,7 @@ def test_a_repeated_answer_is_counted_with_the_first(service: Service) -> None:
     response = service.try_now(ask("/kv/a"))
     assert response is not None
     for _ in range(3):
-        service.repeat(ask("/kv/a"), response, "127.0.0.1")
+        assert response.tally is not None
+        service.repeat(ask("/kv/a"), response.tally, 200, 2, "127.0.0.1")
     times = service.metrics.tallies["kv", "any", 200, ""].rest()
     assert (sum(times.counts), times.repeated) == (4, 3)

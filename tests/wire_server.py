@@ -88,6 +88,7 @@ async def _serve(front_end: str, settings: dict[str, Any]) -> None:
     from uvimg.service import Service
     from uvimg.web import WebSettings
     from uvimg.web.listen import bind_sockets
+    from uvimg.web.tls import make_context
 
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -99,6 +100,8 @@ async def _serve(front_end: str, settings: dict[str, Any]) -> None:
         "memo_bytes": 1 << 20,
         **settings,
     }
+    if certificate := chosen.pop("certificate", None):
+        chosen["tls"] = make_context(certificate, certificate)
     running = _FRONT_ENDS[front_end](Service(WireApp(), None, lambda: 0), WebSettings(**chosen))
     listeners = bind_sockets("127.0.0.1", 0)
     port = listeners[0].getsockname()[1]

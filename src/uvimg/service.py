@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-import msgspec
-
-from uvimg.core.errors import Overloaded, UvimgError
+from uvimg.core.errors import NotImplementedHere, Overloaded, UvimgError
 from uvimg.core.http1 import refuse_head
 from uvimg.core.message import Request, Response
+from uvimg.core.tally import Tally
 from uvimg.metrics import Metrics
 
 log = logging.getLogger("uvimg")
 
-AccessLog = Callable[[Request, Response, float], None]
+# Request, peer, status, size of the body in bytes, seconds.
+AccessLog = Callable[[Request, str, int, int, float], None]
 
 
 class App(Protocol):
@@ -37,7 +37,7 @@ class App(Protocol):
 
 
 class Service:
-    """Apps behind errors, counting and the access log. `access_log` gets request, response and seconds.
+    """Apps behind errors, counting and the access log. `access_log` has one call for each answer.
 
     `pages` are apps by whole paths ("/health"), `mounts` by first segments ("kv" for all below /kv).
     `version` is a number that changes with whatever answers that last are made of.
@@ -84,12 +84,11 @@ class Service:
         self._finish(app, request, response, started)
         return response
 
-    def repeat(self, request: Request, response: Response, peer: str) -> None:
+    def repeat(self, request: Request, tally: Tally, status: int, size: int, peer: str) -> None:
         """An answer that lasts is given once more, to an equal request of `peer`."""
-        if response.tally is not None:
-            response.tally.repeated += 1
+        tally.repeated += 1
         if self._access_log is not None:
-            self._access_log(msgspec.structs.replace(request, peer=peer), response, 0.0)
+            self._access_log(request, peer, status, size, 0.0)
 
     def refuse_head(self, error: UvimgError) -> Response:
         """The last answer on a connection, to what is no request that an app could see."""
@@ -104,8 +103,9 @@ class Service:
         if not isinstance(exc, UvimgError):
             log.error("a request failed: %s %a", request.method, request.target, exc_info=exc)
             exc = UvimgError()
-        elif exc.status >= 500 and not isinstance(exc, Overloaded):
-            # Overload is told in the access log, once for each; a warning each would make it worse.
+        elif exc.status >= 500 and not isinstance(exc, Overloaded | NotImplementedHere):
+            # Overload is told in the access log, once for each; a warning each would make it worse. An unknown
+            # method is the client's.
             log.warning("%s %a: %s (%r)", request.method, request.target, exc.detail, exc.__cause__)
         try:
             response = app.refuse(request, exc)
@@ -123,4 +123,4 @@ class Service:
         seconds = time.perf_counter() - started
         tally.count(seconds)
         if self._access_log is not None:
-            self._access_log(request, response, seconds)
+            self._access_log(request, request.peer, response.status, response.size, seconds)

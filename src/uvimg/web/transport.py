@@ -12,14 +12,17 @@ import contextlib
 import logging
 import math
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import cast
 
 from uvimg.core.errors import BadRequest, RequestTimeout, UvimgError
 from uvimg.core.http1 import (
     BODY_BYTES_PER_S,
     BODY_START_S,
+    HANDSHAKE_S,
     HEAD_S,
     LINGER_S,
     WRITE_STALL_BYTES,
@@ -33,8 +36,11 @@ from uvimg.core.http1 import (
 from uvimg.core.message import FilePart, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.service import Service
-from uvimg.web import WebSettings, read_part
+from uvimg.web import WebSettings, name_peer, read_part
+from uvimg.web.drain import Drain
+from uvimg.web.listen import close_servers
 from uvimg.web.memo import Memo
+from uvimg.web.tls import TlsTransport
 
 log = logging.getLogger("uvimg.web")
 
@@ -58,42 +64,49 @@ class TransportFrontEnd:
         self.memo = Memo(service, settings.memo_bytes)
         self.connections: set[_Connection] = set()
         self._changed = asyncio.Event()
+        self.drain = Drain()
         self._servers: list[asyncio.Server] = []
 
     async def start(self, listeners: list[socket.socket]) -> None:
         loop = asyncio.get_running_loop()
+        self._listeners = listeners
         for listener in listeners:
-            server = await loop.create_server(
-                lambda: _Connection(self, loop), sock=listener, backlog=self.settings.backlog
-            )
-            self._servers.append(server)
+            tls = self.settings.tls_for(listener)
+            make = self._connect if tls is None else partial(self._connect_by_tls, tls)
+            self._servers.append(await loop.create_server(make, sock=listener, backlog=self.settings.backlog))
         self._watching = asyncio.create_task(self._watch())
+
+    def _connect(self) -> "_Connection":
+        return _Connection(self, asyncio.get_running_loop())
+
+    def _connect_by_tls(self, context: ssl.SSLContext) -> TlsTransport:
+        return TlsTransport(context, HANDSHAKE_S, self._connect())
 
     @property
     def open_connections(self) -> int:
         return len(self.connections)
 
     async def stop(self) -> None:
-        for server in self._servers:
-            server.close()
-        for connection in list(self.connections):
-            connection.finish()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.settings.grace_s):
-                await self._emptied()
+        self.memo.stop()
+        await close_servers(self._servers, self._listeners)
+        await self.drain.run(self._all_closed, self._close_idle, self.settings.grace_s)
         self._watching.cancel()
         for connection in list(self.connections):
             connection.abort()
-        await self._emptied()
+        await self._all_closed()
 
     def forget(self, connection: "_Connection") -> None:
         self.connections.discard(connection)
         self._changed.set()
 
-    async def _emptied(self) -> None:
+    async def _all_closed(self) -> None:
         while self.connections:
             self._changed.clear()
             await self._changed.wait()
+
+    def _close_idle(self) -> None:
+        for connection in list(self.connections):
+            connection.close_idle()
 
     async def _watch(self) -> None:
         """End what is past its deadline. One look at all of them costs less than a timer for each step of each."""
@@ -146,12 +159,10 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclass of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
-        peer = transport.get_extra_info("peername")
-        # One that has gone already has no name.
-        if not peer or len(self._front_end.connections) >= self._front_end.settings.max_connections:
+        self._peer = name_peer(transport)
+        if not self._peer or len(self._front_end.connections) >= self._front_end.settings.max_connections:
             self._transport.abort()
             return
-        self._peer = str(peer[0])
         self._transport.set_write_buffer_limits(high=0)
         self._front_end.connections.add(self)
         self.rest(self.now())
@@ -237,10 +248,10 @@ class _Connection(asyncio.Protocol):
 
     # Ends
 
-    def finish(self) -> None:
-        """What is in flight is finished, and nothing else begun."""
-        self._last = True
-        if self._task is None and not self._lingering and self._transport is not None:
+    def close_idle(self) -> None:
+        """Unless a request is in flight; a head that has begun is one."""
+        if self._task is None and not (self._lingering or self._in_head) and self._transport is not None:
+            self._last = True
             self._transport.close()
 
     def abort(self) -> None:
@@ -331,7 +342,10 @@ class _Connection(asyncio.Protocol):
 
     def _await_head(self) -> None:
         if not self._buffer:
-            self.rest(self.now())
+            if self._front_end.drain.is_over:
+                self._linger()
+            else:
+                self.rest(self.now())
             return
         try:
             check_start(self._buffer)
@@ -360,7 +374,7 @@ class _Connection(asyncio.Protocol):
         )
         response = self._front_end.service.try_now(request)
         if response is not None and body is None and _is_at_hand(response):
-            self._last = self._last or not head.keep_alive
+            self._last = self._last or not head.keep_alive or self._front_end.drain.begun
             answer = self._encode(response, head)
             if version is not None:
                 memo.keep(data, version, answer, self._last, request, response)
@@ -395,7 +409,8 @@ class _Connection(asyncio.Protocol):
         try:
             if response is None:
                 response = await self._front_end.service.handle(request)
-            self._last = self._last or not head.keep_alive or (body is not None and not body.ended)
+            unread = body is not None and not body.ended
+            self._last = self._last or not head.keep_alive or unread or self._front_end.drain.begun
             await self._send(response, head)
         except Exception:
             log.exception("a connection failed")
