@@ -32,8 +32,16 @@ class Reply:
 
 def exchange(address: Address, ask: Ask) -> Reply:
     """Ask once, on a connection of its own."""
-    with socket.create_connection(address, _TIMEOUT_S) as connection:
+    with connect(address) as connection:
         return exchange_on(connection, address, ask)
+
+
+def connect(address: Address) -> socket.socket:
+    """BenchError when nobody is there."""
+    try:
+        return socket.create_connection(address, _TIMEOUT_S)
+    except OSError as exc:
+        raise BenchError(f"no connection to {address[0]}:{address[1]}: {exc}") from None
 
 
 def exchange_on(connection: socket.socket, address: Address, ask: Ask) -> Reply:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import re
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from bench.exchange import Ask, Reply, check, exchange_on
+from bench.exchange import Ask, Reply, check, connect, exchange_on
 from bench.serving import Address, BenchError, Cores, Server, pin
 
 # How the requests of one load differ: not at all; not at all, but by the way that the others take through wrk;
@@ -34,6 +33,9 @@ _CONNECT_S = 20.0
 # As many as zimg's table was made with, and what is enough to see whether it works.
 _NEW_CONNECTIONS = 200_000
 _NEW_CONNECTIONS_QUICK = 20_000
+_MOST_S = 300.0
+# wrk looks every 100 ms whether it is to end; closing thousands of connections takes it longer.
+_END_S = 30.0
 # The server has its first buffers, caches and code in memory.
 _FIRST_IDLE = 100
 
@@ -266,7 +268,7 @@ class NewConnections:
                 # -r counts a broken connection and goes on, instead of ending there.
                 command = ["ab", "-q", "-r", *each, f"-s{_TIMEOUT_S}", f"http://{host}:{port}{ask.path}"]
                 running.append(stack.enter_context(_start(command, cores)))
-            counts = [parse_ab(process.communicate(timeout=600)[0]) for process in running]
+            counts = [parse_ab(_listen(process, "ab", _MOST_S)) for process in running]
         _check_counts(server, counts)
         for count, ask in zip(counts, asks, strict=True):
             # ab itself holds all against the first.
@@ -296,12 +298,12 @@ class Idle:
             before = server.rss_bytes()
             self._open(stack, server, asks, self.connections)
             held = server.rss_bytes() - before
-        return {"connection_kib": held / self.connections / 1024, "rss_mib": server.rss_bytes() / 2**20}
+        return {"connection_kib": held / self.connections / 1024} if before else {}
 
     def _open(self, stack: contextlib.ExitStack, server: Server, asks: list[Ask], count: int) -> None:
         for address, ask in zip(server.addresses, asks, strict=True):
             for _ in range(count // len(asks)):
-                connection = stack.enter_context(socket.create_connection(address, _TIMEOUT_S))
+                connection = stack.enter_context(connect(address))
                 if exchange_on(connection, address, ask).status != ask.status:
                     raise BenchError(f"another status than {ask.status} on one of {self.connections} connections")
 
@@ -385,7 +387,15 @@ def _await_answers(
 def _stop_wrk(running: "list[subprocess.Popen[str]]") -> list[Count]:
     for process in running:
         process.send_signal(signal.SIGINT)
-    return [parse_wrk(process.communicate(timeout=30)[0]) for process in running]
+    return [parse_wrk(_listen(process, "wrk", _END_S)) for process in running]
+
+
+def _listen(process: "subprocess.Popen[str]", name: str, seconds: float) -> str:
+    """All that it says until it ends, which must be within so many seconds."""
+    try:
+        return process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        raise BenchError(f"{name} did not end within {seconds:g} s") from None
 
 
 @contextlib.contextmanager

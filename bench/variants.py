@@ -291,16 +291,19 @@ def _name_keep_alive(connections: int, processes: int = 1) -> str:
     return f"{connections:,} keep-alive connections" + ("" if processes == 1 else f", {processes} processes")
 
 
-def _new_connections(connections: int, processes: int = 1) -> Case:
+def _new_connections(connections: int, ours: tuple[Variant, ...] = (TRANSPORT,), processes: int = 1) -> Case:
     return Case(
         f"a new connection for every request, {connections:,} at a time"
         + ("" if processes == 1 else f", {processes} processes"),
         Content.TINY,
         NewConnections(connections),
-        (*_OURS, NGINX),
-        tuple(
-            Goal(variant.name, "rate", "at least", 1.0 if variant is TRANSPORT else None, NGINX.name)
-            for variant in _OURS
+        (*ours, NGINX),
+        (
+            *(
+                Goal(variant.name, "rate", "at least", 1.0 if variant is TRANSPORT else None, NGINX.name)
+                for variant in ours
+            ),
+            *(_cpu(variant, None, NGINX) for variant in ours),
         ),
         processes,
         _tell_published(connections),
@@ -331,7 +334,8 @@ _CONNECTIONS = Suite(
                 tuple(Goal(variant.name, "connection_kib", "at most", 10.0) for variant in _OURS),
             ),
         ),
-        *((_new_connections(connections),) for connections in (100, 1_000, 5_000, 10_000)),
+        (_new_connections(100, _OURS),),
+        *((_new_connections(connections),) for connections in (1_000, 5_000, 10_000)),
         (_new_connections(20_000, processes=2),),
     ),
 )
