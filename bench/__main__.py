@@ -41,6 +41,10 @@ def main(
         return 130
 
 
+# Where the load average is above this, somebody else works here too.
+_QUIET = 0.5
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"bench: {message}\n")
@@ -138,6 +142,8 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
     machine = report.describe_machine()
     print(" · ".join(f"{name} {value}" for name, value in machine.items()))
     print(f"{rounds} rounds of {seconds:g} s")
+    if float(machine["load average"]) > _QUIET:
+        print("The machine is not quiet: figures vary more, and requests/s are worth little.")
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         site = make_site(Path(folder))

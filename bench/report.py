@@ -21,6 +21,7 @@ def describe_machine() -> dict[str, str]:
     return {
         "cpu": cpu[1] if cpu else platform.machine(),
         "cores": str(len(os.sched_getaffinity(0))),
+        "load average": f"{os.getloadavg()[0]:.2f}",
         "kernel": platform.release(),
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in ("uvimg", "uvloop", "aiohttp")},
