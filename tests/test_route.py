@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from uvimg.core.errors import BadParameter, BadRequest, MethodNotAllowed, NotFound
+from uvimg.core.errors import BadParameter, BadRequest, MethodNotAllowed, NotFound, NotImplementedHere
 from uvimg.core.message import split_target
 from uvimg.core.route import Describe, Options, Page, Params, Query, Remove, Show, Upload, route
 
@@ -50,6 +50,7 @@ def params(query: str) -> Params:
         ("HEAD", "/admin", Page("admin")),
         ("HEAD", "/", Page("index")),
         ("OPTIONS", f"/images/{ID}", Options("GET, HEAD, DELETE, OPTIONS")),
+        ("OPTIONS", "*", Options("GET, HEAD, POST, DELETE, OPTIONS")),
         ("OPTIONS", "/admin?nonsense=1", Options("GET, HEAD, OPTIONS")),
     ],
 )
@@ -70,7 +71,6 @@ def test_what_is_asked_for_is_found(method: str, target: str, expected: Query) -
         f"/%2535{ID[1:]}",
         f"x{ID}",
         f"*{ID}",
-        "*",
         "",
         f"/./{ID}",
         f"/x/../{ID}",
@@ -111,7 +111,6 @@ def test_a_path_that_is_not_exactly_one_of_ours_is_nothing(target: str) -> None:
         ("POST", f"/admin?md5={ID}&t=1", "GET, HEAD, OPTIONS"),
         # Only to look, never to delete.
         ("HEAD", f"/admin?md5={ID}&t=1", "GET, OPTIONS"),
-        ("get", "/", "GET, HEAD, POST, OPTIONS"),
         ("CONNECT", "/", "GET, HEAD, POST, OPTIONS"),
     ],
 )
@@ -119,6 +118,12 @@ def test_a_wrong_method_is_told_the_right_ones(method: str, target: str, allow: 
     with pytest.raises(MethodNotAllowed) as refused:
         ask(method, target)
     assert refused.value.headers["Allow"] == allow
+
+
+@pytest.mark.parametrize(("method", "target"), [("BREW", "/"), ("get", "/"), ("", "/images"), ("BREW", "/nowhere")])
+def test_a_method_that_nobody_knows_is_not_implemented_anywhere(method: str, target: str) -> None:
+    with pytest.raises(NotImplementedHere):
+        ask(method, target)
 
 
 @pytest.mark.parametrize("name", ["w", "h", "p", "g", "x", "y", "r", "q"])
@@ -224,7 +229,7 @@ queries = st.builds(
 def test_no_text_at_all_gets_more_than_one_of_our_errors(method: str, path: str, query: str) -> None:
     for given_path, given_query in ((path, query), split_target(f"{path}?{query}"), split_target(path)):
         found: Query | None = None
-        with contextlib.suppress(BadRequest, NotFound, MethodNotAllowed):
+        with contextlib.suppress(BadRequest, NotFound, MethodNotAllowed, NotImplementedHere):
             found = route(method, given_path, given_query)
         if isinstance(found, Show):
             assert all(abs(value) < 10**9 for value in (found.params.w, found.params.h, found.params.x, found.params.y))

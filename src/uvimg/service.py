@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from uvimg.core.errors import Overloaded, UvimgError
+from uvimg.core.errors import NotImplementedHere, Overloaded, UvimgError
 from uvimg.core.message import Request, Response
 
 log = logging.getLogger("uvimg")
@@ -59,8 +59,9 @@ class Service:
         if not isinstance(exc, UvimgError):
             log.error("a request failed: %s %a", request.method, request.target, exc_info=exc)
             exc = UvimgError()
-        elif exc.status >= 500 and not isinstance(exc, Overloaded):
-            # Overload is told in the access log, once for each; a warning each would make it worse.
+        elif exc.status >= 500 and not isinstance(exc, Overloaded | NotImplementedHere):
+            # Overload is told in the access log, once for each; a warning each would make it worse. An unknown
+            # method is the client's.
             log.warning("%s %a: %s (%r)", request.method, request.target, exc.detail, exc.__cause__)
         try:
             return self._app.refuse(request, exc)

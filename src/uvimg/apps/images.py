@@ -663,7 +663,7 @@ _ZIMG_MESSAGES = (
 
 # zimg tells every error of these doors with 200. A client that reads its JSON goes on working; what a
 # proxy, a client library or the connection itself must see keeps its own status.
-_TOLD_BY_STATUS = frozenset({408, 409, 413, 417, 500, 503, 507})
+_TOLD_BY_STATUS = frozenset({408, 409, 413, 417, 500, 501, 503, 507})
 
 
 def _refuse(request: Request, error: UvimgError) -> Response:

@@ -10,7 +10,7 @@ from typing import Literal
 from urllib.parse import parse_qsl
 
 from uvimg.core.address import parse_id
-from uvimg.core.errors import BadParameter, BadRequest, MethodNotAllowed, NotFound
+from uvimg.core.errors import BadParameter, BadRequest, MethodNotAllowed, NotFound, NotImplementedHere
 from uvimg.core.formats import OUTPUT_FORMATS, OutputFormat, parse_output_format
 
 Face = Literal["zimg", "images"]
@@ -89,6 +89,9 @@ class Page:
 
 Query = Show | Describe | Remove | Upload | Options | Page
 
+# Those of RFC 9110 9.3 and PATCH (RFC 5789): what these may do somewhere is 405, others are nobody's.
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
+
 
 def face_of(path: str) -> Face:
     """Which face a path belongs to; it decides how errors are told."""
@@ -96,7 +99,15 @@ def face_of(path: str) -> Face:
 
 
 def route(method: str, path: str, query: str) -> Query:
-    """What is asked for. `path` is decoded, `query` is not. Raises NotFound, MethodNotAllowed, BadRequest."""
+    """What is asked for. `path` is decoded, `query` is not.
+
+    Raises NotFound, MethodNotAllowed, NotImplementedHere, BadRequest.
+    """
+    if method not in _METHODS:
+        raise NotImplementedHere("This method is not known here.")
+    if method == "OPTIONS" and path == "*":
+        # Of the server as a whole (RFC 9110 9.3.7).
+        return Options("GET, HEAD, POST, DELETE, OPTIONS")
     if face_of(path) == "images":
         return _route_images(method, path, query)
     return _route_zimg(method, path, query)
