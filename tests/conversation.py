@@ -50,7 +50,7 @@ class Hall:
 
     def serve_wire(self) -> int:
         """tests/wire_server.py's app; the port."""
-        return self.run(self._serve(Service(WireApp(), None)))
+        return self.run(self._serve(Service(WireApp(), None, lambda: 0)))
 
     def serve_images(self, **settings: Any) -> int:
         """The images app with a store in memory; the port."""

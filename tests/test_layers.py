@@ -20,12 +20,13 @@ ROOMS: dict[str, set[str]] = {
     "apps": BACK | {"core"},
     "service": BACK | {"apps", "core"},
     "web": BACK | {"service", "apps", "core"},
-    "app": BACK | {"web", "service", "apps", "core", "config", "logs"},
+    "app": BACK | {"web", "service", "apps", "core", "config", "logs", "systemd"},
     "cli": BACK | {"app", "web", "service", "apps", "core", "config", "logs"},
     "__main__": {"cli"},
     # Beside the rooms; app and cli alone look into these.
     "config": {"core"},
     "logs": {"core", "service"},
+    "systemd": {"core"},
 }
 # It waits, it looks at the clock or the machine, or it does things.
 DOING = {

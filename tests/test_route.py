@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from urllib.parse import quote
+from urllib.parse import parse_qsl, quote
 
 import pytest
 from hypothesis import example, given
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from uvimg.core.errors import BadParameter, BadRequest, MethodNotAllowed, NotFound, NotImplementedHere
 from uvimg.core.message import split_target
-from uvimg.core.route import Describe, Options, Page, Params, Query, Remove, Show, Upload, route
+from uvimg.core.route import Describe, Options, Page, Params, Query, Remove, Show, Upload, read_fields, route
 
 ID = "5f189d8ec57f5a5a0d3dcba47fa797e2"
 SHA = ID * 2
@@ -245,3 +245,13 @@ def test_a_split_target_can_always_be_written_out_again(target: str) -> None:
 def test_a_path_is_decoded_exactly_once(path: str) -> None:
     assert split_target("/" + quote(quote(path, safe=""), safe=""))[0] == "/" + quote(path, safe="")
     assert split_target("/" + quote(path, safe=""))[0] == "/" + path
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b", "w", "=", "&", "&", "=", "%41", "%", "+", "%c3%a9", "%ff", "1", "é"])).map(
+        "".join
+    )
+)
+def test_a_query_is_read_as_the_standard_library_reads_forms(query: str) -> None:
+    pairs = parse_qsl(query, errors="replace")
+    assert read_fields(query) == dict(reversed(pairs))

@@ -43,6 +43,7 @@ class WireApp:
                 200,
                 {"X-For": request.target},
                 f"{request.headers.get('host')} {request.target}".encode(errors="replace"),
+                lasts="always",
             )
         if kind == "large":
             return Response(200, {"X-For": request.target}, bytes(_number(request.query)))
@@ -175,8 +176,18 @@ async def listening(front_end: str, service: Service, **settings: Any) -> AsyncI
     from uvimg.app import _FRONT_ENDS
     from uvimg.web import WebSettings
     from uvimg.web.listen import bind_sockets
+    from uvimg.web.tls import make_context
 
-    chosen = {"keepalive_s": 75, "grace_s": 5, "backlog": 512, "max_connections": 1000, **settings}
+    chosen = {
+        "keepalive_s": 75,
+        "grace_s": 5,
+        "backlog": 512,
+        "max_connections": 1000,
+        "memo_bytes": 1 << 20,
+        **settings,
+    }
+    if certificate := chosen.pop("certificate", None):
+        chosen["tls"] = make_context(certificate, certificate)
     running = _FRONT_ENDS[front_end](service, WebSettings(**chosen))
     listeners = bind_sockets("127.0.0.1", 0)
     port = listeners[0].getsockname()[1]
@@ -190,7 +201,7 @@ async def listening(front_end: str, service: Service, **settings: Any) -> AsyncI
 async def _serve(front_end: str, settings: dict[str, Any]) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    async with listening(front_end, Service(WireApp(), None), **settings) as port:
+    async with listening(front_end, Service(WireApp(), None, lambda: 0), **settings) as port:
         print(port, flush=True)
         await stop.wait()
 

@@ -11,17 +11,20 @@ import dataclasses
 import logging
 import os
 import signal
+import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from importlib import resources
 from pathlib import Path
 from typing import cast
 
-from uvimg import __version__, config, logs
+from uvimg import __version__, config, logs, systemd
 from uvimg.apps.images import Images, ImagesSettings, weigh
 from uvimg.cache import Cache
-from uvimg.config import Settings
+from uvimg.config import ConfigError, Settings
 from uvimg.core.access import parse_network, parse_rules
 from uvimg.core.formats import Format, parse_output_format
+from uvimg.core.place import Tcp, parse_place
 from uvimg.core.plan import Rules
 from uvimg.imaging import Limits, Ready
 from uvimg.imaging.pool import Pool, PoolSettings
@@ -29,8 +32,9 @@ from uvimg.service import Service
 from uvimg.store import open_store
 from uvimg.web import FrontEnd, WebSettings
 from uvimg.web.aiohttp import AiohttpFrontEnd
-from uvimg.web.listen import bind_sockets
+from uvimg.web.listen import CannotListen, open_sockets, show_address
 from uvimg.web.streams import StreamsFrontEnd
+from uvimg.web.tls import make_context
 from uvimg.web.transport import TransportFrontEnd
 
 log = logging.getLogger("uvimg")
@@ -50,7 +54,7 @@ class CannotStart(Exception):
 async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT. `announce` gets one line when the first request can be answered.
 
-    Raises CannotStart, StoreDown and WorkerDied when it cannot be started as configured.
+    Raises ConfigError, CannotStart, StoreDown and WorkerDied when it cannot be started as configured.
     """
     logs.set_up(settings.log, settings.log_level)
     for name, value in config.changed(settings).items():
@@ -58,20 +62,25 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    try:
-        listeners = bind_sockets(settings.host, settings.port)
-    except OSError as exc:
-        raise CannotStart(f"cannot listen on {settings.host} port {settings.port}: {exc.strerror}") from exc
+    web_settings = _web_settings(settings)
+    places = [parse_place(text) for text in settings.listen] or systemd.inherited_places()
     with contextlib.ExitStack() as sockets:
-        for listener in listeners:
-            sockets.enter_context(listener)
-        settings = dataclasses.replace(settings, port=listeners[0].getsockname()[1])
+        try:
+            (listeners,) = sockets.enter_context(open_sockets(places or [Tcp(settings.host, settings.port)]))
+        except CannotListen as exc:
+            raise CannotStart(str(exc)) from exc
+        ports = [each.getsockname()[1] for each in listeners if each.family != socket.AF_UNIX]
+        settings = dataclasses.replace(settings, port=(ports or [settings.port])[0])
         async with start_service(settings) as (service, ready):
-            front_end = _FRONT_ENDS[settings.front_end](service, _web_settings(settings))
+            front_end = _FRONT_ENDS[settings.front_end](service, web_settings)
             await front_end.start(listeners)
             try:
-                announce(_describe(settings, ready))
+                announce(_describe(settings, listeners, ready))
+                systemd.tell_ready()
                 await stop.wait()
+                systemd.tell_stopping()
+                service.draining = True
+                await asyncio.sleep(settings.drain_delay_s)
                 log.info("stopping: requests in flight have %g s", settings.grace_s)
             finally:
                 await front_end.stop()
@@ -89,13 +98,21 @@ async def start_service(settings: Settings) -> AsyncIterator[tuple[Service, Read
             _check_formats(settings, ready)
             images = Images(_images_settings(settings), store, pool, Cache(settings.cache_size, weigh))
             try:
-                yield Service(images, logs.make_access_log() if settings.access_log else None), ready
+                access_log = logs.make_access_log() if settings.access_log else None
+                yield Service(images, access_log, (store.near or _Unchanging()).version), ready
             finally:
                 await images.drain()
         finally:
             await pool.stop()
     finally:
         await store.close()
+
+
+class _Unchanging:
+    """A store that is not near gives no answers that last until it changes."""
+
+    def version(self) -> int:
+        return 0
 
 
 def _check_formats(settings: Settings, ready: Ready) -> None:
@@ -129,7 +146,18 @@ def _web_settings(settings: Settings) -> WebSettings:
         grace_s=settings.grace_s,
         backlog=settings.backlog,
         max_connections=settings.max_connections,
+        memo_bytes=settings.memo_size,
+        tls=_make_tls(settings),
     )
+
+
+def _make_tls(settings: Settings) -> ssl.SSLContext | None:
+    if not settings.tls_certificate:
+        return None
+    try:
+        return make_context(settings.tls_certificate, settings.tls_key)
+    except ValueError as exc:
+        raise ConfigError(f"tls_certificate and tls_key: {exc}") from exc
 
 
 def _images_settings(settings: Settings) -> ImagesSettings:
@@ -183,13 +211,11 @@ def _read_page(name: str, path: str) -> bytes:
     return resources.files("uvimg.web.page").joinpath(name).read_bytes()
 
 
-def _describe(settings: Settings, ready: Ready) -> str:
+def _describe(settings: Settings, listeners: list[socket.socket], ready: Ready) -> str:
     """The line that a person waits for."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
-    if ":" in host and not host.startswith("["):
-        host = f"[{host}]"
+    scheme = "https" if settings.tls_certificate else "http"
     return (
-        f"uvimg {__version__} is ready: http://{host}:{settings.port}/  "
+        f"uvimg {__version__} is ready: {' '.join(show_address(each, scheme) for each in listeners)}  "
         f"(store {settings.store}, workers {_count_workers(settings)}, libvips {ready.libvips}, "
         f"confined by {', '.join(ready.confined_by) or 'nothing'})"
     )

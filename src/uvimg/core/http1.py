@@ -3,14 +3,16 @@
 Strict where RFC 9112 allows it: what two parsers could read in two ways is refused, for a proxy in front
 may have read it the other way (request smuggling). Sizes are the front-ends' to watch while bytes come in;
 here stands how much is too much.
-Surprise: what a head means is remembered by its bytes, so a Head is shared by requests; nobody changes it.
+Surprise: what a request line and a head's fields mean is remembered by their bytes, so requests share the
+mappings in their heads; nobody changes them.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
+
+import msgspec
 
 from uvimg.core.errors import (
     BadRequest,
@@ -30,6 +32,8 @@ MAX_FIELDS = 100
 MAX_CHUNK_EXTRA_BYTES = 16_384
 
 # Deadlines are absolute, not per read: a client that drips bytes gains nothing by it.
+# From a connection's first moment to the end of TLS's handshake.
+HANDSHAKE_S = 10.0
 # From a head's first byte to its last.
 HEAD_S = 15.0
 # A body must come at this rate after a start that is free: slower ones only hold a place.
@@ -40,10 +44,11 @@ WRITE_STALL_S = 15.0
 WRITE_STALL_BYTES = 16_384
 # After a refusal its body is read for so long, so that closing does not destroy the answer on its way.
 LINGER_S = 2.0
+# At the end idle connections are listened to for so long: a request may be on its way.
+LAST_CALL_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(msgspec.Struct, frozen=True):
     """A request's head. `length` is the body's size in bytes, None when it comes in chunks."""
 
     method: str
@@ -72,14 +77,24 @@ _ABSOLUTE = re.compile(r"https?://([^/?#]*)", re.IGNORECASE)
 _ONCE = frozenset({"host", "content-length", "transfer-encoding", "expect", "range", "content-type"})
 
 
-# Clients repeat themselves to the byte, and parsing is a pure function of the bytes: what is remembered of it
-# is right for ever. Long heads are an attack on the memory: 4096 of this length hold 35 MB at worst.
-_LONGEST_KNOWN = 512
+class _Line(msgspec.Struct, frozen=True):
+    """A request line. `host` is the target's own, where it has one."""
+
+    method: str
+    target: str
+    path: str
+    query: str
+    host: str | None
+    is_1_0: bool
 
 
-def parse_head(data: bytes) -> Head:
-    """The head that ends with the blank line at the end of `data`. Raises an UvimgError with its status."""
-    return _parse_known(data) if len(data) <= _LONGEST_KNOWN else _parse(data)
+class _Fields(msgspec.Struct, frozen=True):
+    """A head's fields, and what they say of the body and the connection."""
+
+    headers: Mapping[str, str]
+    length: int | None
+    connection: frozenset[str]
+    expect: str
 
 
 def check_start(data: bytes) -> None:
@@ -94,80 +109,106 @@ def check_start(data: bytes) -> None:
         raise HeadTooLarge()
 
 
-def _parse(data: bytes) -> Head:
+def parse_head(data: bytes) -> Head:
+    """The head that ends with the blank line at the end of `data`. Raises an UvimgError with its status."""
     # One blank line before a request line is let pass (RFC 9112 2.2): there are clients that end a body with it.
-    request_line, _, rest = data.removeprefix(b"\r\n").partition(b"\r\n")
-    if len(request_line) > MAX_TARGET_BYTES:
+    if data.startswith(b"\r\n"):
+        data = data[2:]
+    end = data.find(b"\r\n")
+    if end > MAX_TARGET_BYTES:
         raise TargetTooLong()
     if len(data) > MAX_HEAD_BYTES:
         raise HeadTooLarge()
-    found = _REQUEST_LINE.fullmatch(request_line)
+    line = (_known_line if end <= _LONGEST_KNOWN_LINE else _parse_line)(data[:end])
+    rest = data[end + 2 :]
+    fields = (_known_fields if len(rest) <= _LONGEST_KNOWN_FIELDS else _parse_fields)(rest)
+    headers, expect = fields.headers, fields.expect
+    if line.host is not None:
+        # Then Host counts for nothing, for a proxy in front goes by the target (RFC 9112 3.2.2).
+        headers = {**headers, "host": line.host}
+    if line.is_1_0:
+        if fields.length is None:
+            raise BadRequest("There is no Transfer-Encoding in HTTP/1.0.")
+        # An expectation in HTTP/1.0 was written by a proxy that does not know what it is (RFC 9110 10.1.1).
+        expect = ""
+        keep_alive = "keep-alive" in fields.connection and "close" not in fields.connection
+    else:
+        if "host" not in fields.headers:
+            raise BadRequest("There must be exactly one Host with a valid value.")
+        keep_alive = "close" not in fields.connection
+    if expect not in ("", "100-continue"):
+        raise ExpectationFailed()
+    return Head(
+        line.method,
+        line.target,
+        line.path,
+        line.query,
+        headers,
+        fields.length,
+        keep_alive,
+        bool(expect),
+        line.is_1_0,
+    )
+
+
+def _parse_line(data: bytes) -> _Line:
+    found = _REQUEST_LINE.fullmatch(data)
     if found is None:
         raise BadRequest("The request line is malformed.")
     method, target = found[1].decode(), found[2].decode()
     if found[3] != b"1" or found[4] not in (b"0", b"1"):
         raise VersionNotSupported()
-    is_1_0 = found[4] == b"0"
-    headers = _parse_fields(rest)
-    host = headers.get("host")
-    if (host is None and not is_1_0) or (host is not None and not _HOST.fullmatch(host)):
-        raise BadRequest("There must be exactly one Host with a valid value.")
+    host = None
     if absolute := _ABSOLUTE.match(target):
-        # Then Host counts for nothing, for a proxy in front goes by the target (RFC 9112 3.2.2).
-        headers["host"] = absolute[1]
-        if not _HOST.fullmatch(absolute[1]):
+        host = absolute[1]
+        if not _HOST.fullmatch(host):
             raise BadRequest("The host in the request target is none.")
     elif not (target.startswith("/") or (target == "*" and method == "OPTIONS")):
         raise BadRequest("The request target is neither a path nor an absolute address.")
-    # An expectation in HTTP/1.0 was written by a proxy that does not know what it is (RFC 9110 10.1.1).
-    expect = "" if is_1_0 else headers.get("expect", "").lower()
-    if expect not in ("", "100-continue"):
-        raise ExpectationFailed()
     path, query = split_target(target)
-    connection = {token.strip(" \t").lower() for token in headers.get("connection", "").split(",")}
-    return Head(
-        method,
-        target,
-        path,
-        query,
-        headers,
-        _parse_length(headers, is_1_0=is_1_0),
-        "close" not in connection and (not is_1_0 or "keep-alive" in connection),
-        bool(expect),
-        is_1_0,
-    )
+    return _Line(method, target, path, query, host, found[4] == b"0")
 
 
-_parse_known = lru_cache(4096)(_parse)
-
-
-def _parse_fields(data: bytes) -> dict[str, str]:
+def _parse_fields(data: bytes) -> _Fields:
     """The header fields, names in lower case; those that may come once have come once."""
     lines = data.removesuffix(b"\r\n\r\n").removesuffix(b"\r\n").split(b"\r\n") if data != b"\r\n" else []
     if len(lines) > MAX_FIELDS:
         raise HeadTooLarge()
     headers: dict[str, str] = {}
     for line in lines:
-        found = _FIELD.fullmatch(line)
-        if found is None:
-            # Also a folded line, a space before the colon, a lone CR or LF.
-            raise BadRequest("A header field is malformed.")
-        name, value = found[1].decode().lower(), found[2].decode("latin-1").strip(" \t")
+        name, value = (_known_field if len(line) <= _LONGEST_KNOWN_FIELD else _parse_field)(line)
         if name not in headers:
             headers[name] = value
         elif name in _ONCE:
             raise BadRequest(f"The header field {name} came more than once.")
         else:
             headers[name] = f"{headers[name]}, {value}"
-    return headers
+    host = headers.get("host")
+    if host is not None and not _HOST.fullmatch(host):
+        raise BadRequest("There must be exactly one Host with a valid value.")
+    connection = _parse_tokens(headers.get("connection", ""))
+    return _Fields(headers, _parse_length(headers), connection, headers.get("expect", "").lower())
 
 
-def _parse_length(headers: Mapping[str, str], *, is_1_0: bool) -> int | None:
+@lru_cache(64)
+def _parse_tokens(value: str) -> frozenset[str]:
+    return frozenset(token.strip(" \t").lower() for token in value.split(","))
+
+
+def _parse_field(line: bytes) -> tuple[str, str]:
+    found = _FIELD.fullmatch(line)
+    if found is None:
+        # Also a folded line, a space before the colon, a lone CR or LF.
+        raise BadRequest("A header field is malformed.")
+    return found[1].decode().lower(), found[2].decode("latin-1").strip(" \t")
+
+
+def _parse_length(headers: Mapping[str, str]) -> int | None:
     """The size of the body (RFC 9112 6.3)."""
     coding, length = headers.get("transfer-encoding"), headers.get("content-length")
     if coding is not None:
-        if length is not None or is_1_0:
-            raise BadRequest("Transfer-Encoding stands beside Content-Length, or in HTTP/1.0.")
+        if length is not None:
+            raise BadRequest("Transfer-Encoding stands beside Content-Length.")
         if coding.lower() != "chunked":
             raise NotImplementedHere("The only transfer coding that is known here is chunked.")
         return None
@@ -176,6 +217,17 @@ def _parse_length(headers: Mapping[str, str], *, is_1_0: bool) -> int | None:
     if not re.fullmatch(r"\d{1,19}", length, re.ASCII):
         raise BadRequest("Content-Length is no number, or none that a body could have.")
     return int(length)
+
+
+# Clients repeat themselves to the byte, and parsing is a pure function of the bytes: what is remembered of it is
+# right for ever. A whole head may never come twice (a cookie, a trace id) while most of its lines do. Long ones
+# are an attack on the memory: what is kept here holds 40 MB at worst.
+_LONGEST_KNOWN_LINE = 256
+_LONGEST_KNOWN_FIELDS = 1024
+_LONGEST_KNOWN_FIELD = 128
+_known_line = lru_cache(16_384)(_parse_line)
+_known_fields = lru_cache(4096)(_parse_fields)
+_known_field = lru_cache(4096)(_parse_field)
 
 
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[^\x00-\x08\x0a-\x1f\x7f]*)?")

@@ -7,12 +7,13 @@ by ", " (RFC 9110 5.3), so a lookup sees all of it.
 import re
 from collections.abc import AsyncIterable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 from urllib.parse import unquote
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Request:
+
+class Request(msgspec.Struct, frozen=True):
     """One request. `target` is the raw request target, `path` its path decoded once, `query` still encoded.
 
     `length` is the declared size of the body in bytes, 0 when there is none, None when it comes in chunks;
@@ -50,11 +51,15 @@ Content = bytes | FilePart
 
 @dataclass(slots=True)
 class Response:
-    """One answer. The front-end adds Content-Length, Date and Server, sends no body to HEAD, and releases it."""
+    """One answer. The front-end adds Content-Length, Date and Server, sends no body to HEAD, and releases it.
+
+    `lasts` tells for how long a request with the same head, whoever sends it, has the same answer.
+    """
 
     status: int
     headers: dict[str, str] = field(default_factory=dict)
     body: Content = b""
+    lasts: Literal["not", "while the store is unchanged", "always"] = "not"
 
     @property
     def size(self) -> int:

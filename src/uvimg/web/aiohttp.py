@@ -5,7 +5,6 @@ really wants the body; and a body that nobody read to its end closes the connect
 """
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import AsyncIterator
 
@@ -13,12 +12,17 @@ from aiohttp import ClientError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from uvimg.core.errors import BadRequest, ExpectationFailed, RequestTimeout
+from uvimg.core.http1 import HANDSHAKE_S
 from uvimg.core.message import FilePart, Request, Response, fold_headers, split_target
 from uvimg.service import Service
-from uvimg.web import WebSettings, read_part
+from uvimg.web import WebSettings, name_peer, read_part
+from uvimg.web.drain import Drain
+from uvimg.web.listen import close_servers
 
 # When requests have been answered, or their grace is over: for what is still in a buffer.
 _LAST_WRITES_S = 1.0
+# How late the end of the last connection may be noticed.
+_LOOK_S = 0.02
 # A body must come at this rate after a start that is free: slower ones only hold a place.
 _BODY_START_S = 20.0
 _BODY_BYTES_PER_S = 1024
@@ -44,47 +48,61 @@ class AiohttpFrontEnd:
             access_log=None,
         )
         self._runner = web.ServerRunner(server, shutdown_timeout=_LAST_WRITES_S)
-        self._sites: list[web.SockSite] = []
-        self._stopping = False
-        self._in_flight = 0
-        self._quiet = asyncio.Event()
+        self._servers: list[asyncio.Server] = []
+        self._drain = Drain()
+        # The connections with a request in flight.
+        self._busy: set[object] = set()
 
     async def start(self, listeners: list[socket.socket]) -> None:
         await self._runner.setup()
+        assert self._runner.server is not None
+        self._listeners = listeners
         for listener in listeners:
-            site = web.SockSite(self._runner, listener, backlog=self._settings.backlog)
-            await site.start()
-            self._sites.append(site)
+            # Not by aiohttp's sites, which leave a handshake a minute.
+            tls = self._settings.tls_for(listener)
+            server = await asyncio.get_running_loop().create_server(
+                self._runner.server,
+                sock=listener,
+                backlog=self._settings.backlog,
+                ssl=tls,
+                ssl_handshake_timeout=HANDSHAKE_S if tls else None,
+                # From the close on, whatever is still to be taken: past this a slow client's answer is cut off.
+                ssl_shutdown_timeout=self._settings.keepalive_s if tls else None,
+            )
+            self._servers.append(server)
 
     async def stop(self) -> None:
-        for site in self._sites:
-            await site.stop()
-        self._stopping = True
-        if self._in_flight:
-            # Not aiohttp's own shutdown yet: from its first moment on it reads no more of any body.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.grace_s):
-                    await self._quiet.wait()
+        await close_servers(self._servers, self._listeners)
+        # Not aiohttp's own shutdown yet: from its first moment on it reads no more of any body.
+        await self._drain.run(self._all_closed, self._close_idle, self._settings.grace_s)
         await self._runner.cleanup()
 
+    async def _all_closed(self) -> None:
+        assert self._runner.server is not None
+        # aiohttp tells nobody when one ends.
+        while self._runner.server.connections:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
+
+    def _close_idle(self) -> None:
+        assert self._runner.server is not None
+        for connection in self._runner.server.connections:
+            if connection not in self._busy:
+                # Its `close` leaves idle connections open. What has been written is still sent.
+                connection.force_close()
+
     async def _handle(self, incoming: web.BaseRequest) -> web.StreamResponse:
-        self._in_flight += 1
-        self._quiet.clear()
+        self._busy.add(incoming.protocol)
         try:
             request = _translate(incoming)
             response = self._service.try_now(request)
             if response is None:
                 response = await self._service.handle(request)
-            if self._stopping:
-                response.headers["Connection"] = "close"
             try:
-                return await _send(incoming, response)
+                return await _send(incoming, response, last=self._drain.begun)
             finally:
                 response.release()
         finally:
-            self._in_flight -= 1
-            if not self._in_flight:
-                self._quiet.set()
+            self._busy.discard(incoming.protocol)
 
 
 def _translate(incoming: web.BaseRequest) -> Request:
@@ -93,7 +111,9 @@ def _translate(incoming: web.BaseRequest) -> Request:
     headers = fold_headers(incoming.headers.items())
     length = incoming.content_length if incoming.body_exists else 0
     body = _read_body(incoming, headers.get("expect"))
-    return Request(incoming.method, target, path, query, headers, incoming.remote or "", length, body)
+    return Request(
+        incoming.method, target, path, query, headers, incoming.remote or name_peer(incoming.transport), length, body
+    )
 
 
 async def _read_body(incoming: web.BaseRequest, expect: str | None) -> AsyncIterator[bytes]:
@@ -119,16 +139,23 @@ async def _read_body(incoming: web.BaseRequest, expect: str | None) -> AsyncIter
         raise BadRequest("The body is malformed, or ended before its declared length.") from exc
 
 
-async def _send(incoming: web.BaseRequest, response: Response) -> web.StreamResponse:
+async def _send(incoming: web.BaseRequest, response: Response, *, last: bool) -> web.StreamResponse:
     headers = response.headers
     headers["Server"] = "uvimg"
     if not incoming.content.at_eof():
         headers["Connection"] = "close"
     body = response.body
+    answer: web.StreamResponse
+    if isinstance(body, FilePart):
+        answer = web.StreamResponse(status=response.status, headers=headers)
+        answer.content_length = body.size
+    else:
+        answer = web.Response(status=response.status, headers=headers, body=body)
+    if last:
+        # The header alone would leave it to the client.
+        answer.force_close()
     if not isinstance(body, FilePart):
-        return web.Response(status=response.status, headers=headers, body=body)
-    answer = web.StreamResponse(status=response.status, headers=headers)
-    answer.content_length = body.size
+        return answer
     await answer.prepare(incoming)
     if incoming.method == "HEAD":
         return answer
