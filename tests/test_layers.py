@@ -19,9 +19,10 @@ ROOMS: dict[str, set[str]] = {
     **{room: {"core"} for room in BACK},
     "apps": BACK | {"core"},
     "service": BACK | {"apps", "core"},
-    "web": BACK | {"service", "apps", "core"},
-    "app": BACK | {"web", "service", "apps", "core", "config", "logs", "systemd"},
-    "cli": BACK | {"app", "web", "service", "apps", "core", "config", "logs"},
+    "web": BACK | {"service", "apps", "core", "systemd"},
+    "supervisor": {"web", "core", "config", "logs", "systemd"},
+    "app": BACK | {"supervisor", "web", "service", "apps", "core", "config", "logs", "systemd"},
+    "cli": BACK | {"app", "supervisor", "web", "service", "apps", "core", "config", "logs"},
     "__main__": {"cli"},
     # Beside the rooms; app and cli alone look into these.
     "config": {"core"},

@@ -5,6 +5,7 @@ really wants the body; and a body that nobody read to its end closes the connect
 """
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator
 
@@ -36,6 +37,7 @@ class AiohttpFrontEnd:
 
     def __init__(self, service: Service, settings: WebSettings) -> None:
         self._service, self._settings = service, settings
+        logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
         server = web.Server(
             self._handle,
             # A client that goes away frees what works for it.
@@ -108,6 +110,12 @@ class AiohttpFrontEnd:
                 response.release()
         finally:
             self._busy.discard(incoming.protocol)
+
+
+def _is_our_fault(record: logging.LogRecord) -> bool:
+    """aiohttp tells malformed requests and failures of our handler alike, as errors with their exception."""
+    exc = record.exc_info[1] if record.exc_info else None
+    return not isinstance(exc, HttpProcessingError | ConnectionError)
 
 
 def _translate(incoming: web.BaseRequest) -> Request:
