@@ -144,7 +144,7 @@ def test_an_unknown_variable_of_ours_is_an_error_and_others_are_not() -> None:
         (["serve", "--config", "/no/such.toml"], 2, "/no/such.toml"),
         (["serve", "--port", "0", "--store", "local:/proc/nothing"], 1, "cannot be opened"),
         (["serve", "--store", "memory:", "--host", "192.0.2.1", "--workers", "1"], 1, "cannot listen on 192.0.2.1"),
-        (["serve", "--operations-listen", "localhost"], 2, "operations_listen = ('localhost',)"),
+        (["serve", "--operations-listen", "localhost"], 2, "operations_listen = ['localhost']"),
         (["serve", "--store", "memory:", "--port=0", "--operations-listen=192.0.2.1:1"], 1, "listen on 192.0.2.1:1"),
         (["serve", "--store", "memory:", "--port=0", "--metrics-dir=/proc/nothing"], 1, "metrics_dir cannot be used"),
         (["serve", "--port", "0", "--processes", "2", "--store", "local:/proc/nothing"], 1, "cannot be opened"),

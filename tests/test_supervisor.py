@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import requests
 
 from tests.conftest import Server, make_photo
 from tests.test_wire import get, last, receive_all, wait_until
@@ -242,3 +243,37 @@ def test_a_drain_delay_goes_on_as_before(start: Callable[..., Server]) -> None:
             time.sleep(0.01)
     assert 0.8 < answered < 9
     assert server.process.wait(10) == 0
+
+
+def test_any_process_tells_the_numbers_of_all(start_server: Callable[..., Server]) -> None:
+    server = start_server(processes=2, workers=2, front_end="transport", operations_listen="127.0.0.1:0")
+    ports = set(re.findall(r"health and metrics at http://127.0.0.1:(\d+)/", server.log))
+    assert len(ports) == 1
+    url = f"http://127.0.0.1:{ports.pop()}"
+    for _ in range(20):
+        requests.get(f"{server.url}/echo", timeout=20)
+    assert requests.get(f"{server.url}/health", timeout=20).status_code == 404
+    assert requests.get(f"{url}/health", timeout=20).json() == {"status": "ok"}
+
+    def told() -> tuple[str, ...]:
+        """The same of whomever the kernel chooses."""
+        texts = [requests.get(f"{url}/metrics", timeout=20).text for _ in range(6)]
+        names = ("uvimg_requests_total{[^}]*echo[^}]*}", "uvimg_processes{[^}]*serving[^}]*}", "uvimg_workers_wanted")
+        (values,) = {tuple(re.findall(rf"^{name} (.*)", text, re.MULTILINE)[0] for name in names) for text in texts}
+        return values
+
+    # Another process is seen as it was a second ago.
+    deadline = time.monotonic() + 10
+    while True:
+        with contextlib.suppress(ValueError):
+            if told() == ("20.0", "2.0", "2.0"):
+                break
+        assert time.monotonic() < deadline, told()
+    (folder,) = {
+        argument.partition("=")[2]
+        for pid in serving(server)
+        for argument in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        if argument.startswith("--metrics-dir=")
+    }
+    assert server.stop() == 0
+    assert not Path(folder).exists()
