@@ -93,7 +93,7 @@ def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
 
 def _named_url(text: str) -> Variant:
     found = re.fullmatch(r"([^=]+)=http://([\w.-]+):(\d+)(/\S*)", text)
-    if found is None:
+    if found is None or not 0 < int(found[3]) < 65_536:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=http://HOST:PORT/PATH")
     return variants.running_already(found[1], (found[2], int(found[3])), found[4])
 
