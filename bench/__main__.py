@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import resource
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -177,4 +178,6 @@ def _matches(name: str, words: list[str]) -> bool:
 
 
 if __name__ == "__main__":
+    # Who ends us ends what we started too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())
