@@ -217,8 +217,8 @@ class KeepAlive:
                 )
                 for address, ask in zip(server.addresses, asks, strict=True)
             ]
-            # Each of the different requests has come before: what is measured is what a server makes of having seen it.
-            first = _DIFFERENT * _count_threads(cores, len(asks)) if self.variety == "10,000" else self.connections
+            # Each of the different requests has come twice: a memo may keep only what is no stranger.
+            first = 2 * _DIFFERENT * _count_threads(cores, len(asks)) if self.variety == "10,000" else self.connections
             _await_answers(running, server, self.connections, replies, max(first, self.connections))
             window = _Window(server, running, [reply.size for reply in replies])
             _wait(running, seconds)
