@@ -19,11 +19,14 @@ ROOMS: dict[str, set[str]] = {
     **{room: {"core"} for room in BACK},
     "apps": BACK | {"core"},
     "service": BACK | {"apps", "core"},
-    "web": BACK | {"service", "apps", "core"},
-    "app": BACK | {"web", "service", "apps", "core", "config", "logs"},
-    "cli": BACK | {"app", "web", "service", "apps", "core", "config", "logs"},
+    "assembly": BACK | {"service", "apps", "core", "config", "logs"},
+    # config for the type alone: web hands the settings on to assembly.
+    "web": BACK | {"assembly", "service", "apps", "core", "config"},
+    "app": BACK | {"web", "assembly", "service", "apps", "core", "config", "logs"},
+    "cli": BACK | {"app", "web", "assembly", "service", "apps", "core", "config", "logs"},
+    "gunicorn": {"app", "web", "assembly", "config", "logs"},
     "__main__": {"cli"},
-    # Beside the rooms; app and cli alone look into these.
+    # Beside the rooms; assembly and what stands above it alone look into these.
     "config": {"core"},
     "logs": {"core", "service"},
 }

@@ -1,32 +1,21 @@
-"""Settings → parts, in order; start, serve, drain, stop. Alone knows the settings.
+"""The process that serves: settings → a service behind a front-end; start, announce, drain, stop.
 
-Order matters: the port is bound and the store opened first (what is wrong with them is found at once), then the
-workers are started; listening comes last (nobody is let in before there is something to answer with), and all of
-it backwards at the end.
+Order matters: the port is bound first (what is wrong with it is found at once), then the service is started;
+listening comes last (nobody is let in before there is something to answer with), and all of it backwards at the end.
 """
 
 import asyncio
 import contextlib
 import dataclasses
 import logging
-import os
 import signal
-from collections.abc import AsyncIterator, Callable
-from importlib import resources
-from pathlib import Path
-from typing import cast
+from collections.abc import Callable
 
 from uvimg import __version__, config, logs
-from uvimg.apps.images import Images, ImagesSettings, weigh
-from uvimg.cache import Cache
+from uvimg.assembly import CannotStart, count_workers, start_service
 from uvimg.config import Settings
-from uvimg.core.access import parse_network, parse_rules
-from uvimg.core.formats import Format, parse_output_format
-from uvimg.core.plan import Rules
-from uvimg.imaging import Limits, Ready
-from uvimg.imaging.pool import Pool, PoolSettings
+from uvimg.imaging import Ready
 from uvimg.service import Service
-from uvimg.store import open_store
 from uvimg.web import FrontEnd, WebSettings
 from uvimg.web.aiohttp import AiohttpFrontEnd
 from uvimg.web.listen import bind_sockets
@@ -41,10 +30,6 @@ _FRONT_ENDS: dict[str, Callable[[Service, WebSettings], FrontEnd]] = {
     "streams": StreamsFrontEnd,
     "transport": TransportFrontEnd,
 }
-
-
-class CannotStart(Exception):
-    """The service cannot be started as configured; the message is one readable line."""
 
 
 async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
@@ -67,7 +52,7 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
             sockets.enter_context(listener)
         settings = dataclasses.replace(settings, port=listeners[0].getsockname()[1])
         async with start_service(settings) as (service, ready):
-            front_end = _FRONT_ENDS[settings.front_end](service, _web_settings(settings))
+            front_end = _FRONT_ENDS[settings.front_end](service, web_settings(settings))
             await front_end.start(listeners)
             try:
                 announce(_describe(settings, ready))
@@ -78,109 +63,13 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     log.info("stopped")
 
 
-@contextlib.asynccontextmanager
-async def start_service(settings: Settings) -> AsyncIterator[tuple[Service, Ready]]:
-    """The service with everything behind it, and what its workers can do; stopped in order at the end."""
-    store = open_store(settings.store)
-    try:
-        pool = Pool(_pool_settings(settings))
-        ready = await pool.start()
-        try:
-            _check_formats(settings, ready)
-            images = Images(_images_settings(settings), store, pool, Cache(settings.cache_size, weigh))
-            try:
-                yield Service(images, logs.make_access_log() if settings.access_log else None), ready
-            finally:
-                await images.drain()
-        finally:
-            await pool.stop()
-    finally:
-        await store.close()
-
-
-def _check_formats(settings: Settings, ready: Ready) -> None:
-    """Ask libvips what it can do, never assume."""
-    missing = [format for format in settings.allowed_types if format not in ready.reads]
-    if missing:
-        raise CannotStart(f"allowed_types names {', '.join(missing)}, which libvips {ready.libvips} here cannot read")
-    if settings.format != "none" and settings.format not in ready.writes:
-        raise CannotStart(f"format is {settings.format}, which libvips {ready.libvips} here cannot write")
-
-
-def _count_workers(settings: Settings) -> int:
-    return settings.workers or len(os.sched_getaffinity(0))
-
-
-def _pool_settings(settings: Settings) -> PoolSettings:
-    return PoolSettings(
-        workers=_count_workers(settings),
-        queue_limit=settings.queue_limit,
-        timeout_s=settings.worker_timeout_s,
-        memory_bytes=settings.worker_memory,
-        jobs_per_worker=settings.worker_jobs,
-        sandbox=settings.sandbox,
-        formats=cast(tuple[Format, ...], settings.allowed_types),
-    )
-
-
-def _web_settings(settings: Settings) -> WebSettings:
+def web_settings(settings: Settings) -> WebSettings:
     return WebSettings(
         keepalive_s=settings.keepalive_s,
         grace_s=settings.grace_s,
         backlog=settings.backlog,
         max_connections=settings.max_connections,
     )
-
-
-def _images_settings(settings: Settings) -> ImagesSettings:
-    return ImagesSettings(
-        rules=Rules(
-            quality=settings.quality,
-            format=parse_output_format(settings.format),
-            background=config.parse_colour(settings.background),
-            zoom_up=not settings.disable_zoom_up,
-            max_side=settings.max_output_side,
-            max_pixels=settings.max_output_pixels,
-            max_frames=settings.max_output_frames,
-            webp_effort=settings.webp_effort,
-            avif_effort=settings.avif_effort,
-            gif_effort=settings.gif_effort,
-            png_compression=settings.png_compression,
-        ),
-        limits=Limits(
-            max_pixels=settings.max_pixels,
-            max_side=settings.max_side,
-            max_frames=settings.max_frames,
-            max_progressive_pixels=settings.max_progressive_pixels,
-        ),
-        formats=cast(tuple[Format, ...], settings.allowed_types),
-        max_bytes=settings.max_size,
-        save_new=int(settings.save_new),
-        disable_args=settings.disable_args,
-        upload_rule=parse_rules(settings.upload_rule),
-        download_rule=parse_rules(settings.download_rule),
-        admin_rule=parse_rules(settings.admin_rule),
-        trusted_proxies=tuple(parse_network(proxy) for proxy in settings.trusted_proxies),
-        image_headers=_fold_headers(settings.image_headers),
-        port=settings.port,
-        index_page=_read_page("index.html", settings.index_page),
-        admin_page=_read_page("admin.html", settings.admin_page),
-    )
-
-
-def _fold_headers(lines: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """Fields of equal name as one (RFC 9110 5.3), in the spelling of the first."""
-    folded: dict[str, tuple[str, str]] = {}
-    for name, value in map(config.parse_header, lines):
-        known = folded.get(name.lower())
-        folded[name.lower()] = (known[0], f"{known[1]}, {value}") if known else (name, value)
-    return tuple(folded.values())
-
-
-def _read_page(name: str, path: str) -> bytes:
-    if path:
-        return Path(path).read_bytes()
-    return resources.files("uvimg.web.page").joinpath(name).read_bytes()
 
 
 def _describe(settings: Settings, ready: Ready) -> str:
@@ -190,6 +79,6 @@ def _describe(settings: Settings, ready: Ready) -> str:
         host = f"[{host}]"
     return (
         f"uvimg {__version__} is ready: http://{host}:{settings.port}/  "
-        f"(store {settings.store}, workers {_count_workers(settings)}, libvips {ready.libvips}, "
+        f"(store {settings.store}, workers {count_workers(settings)}, libvips {ready.libvips}, "
         f"confined by {', '.join(ready.confined_by) or 'nothing'})"
     )
