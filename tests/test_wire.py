@@ -1,7 +1,6 @@
 """Raw bytes against real servers: hostile requests, their order, their deadlines, what they cost.
 
-What a front-end says to one request is in the tables. aiohttp brings its own parser: rows that it cannot meet
-stand apart. Deadlines are those of the two front-ends that are ours.
+What every front-end says to one request is in the tables. Deadlines are core/http1.py's, shortened.
 """
 
 import concurrent.futures
@@ -51,9 +50,9 @@ class Wire:
 
     @property
     def failures(self) -> list[str]:
-        """What the log says of failures of ours; aiohttp logs a traceback for each bad request."""
+        """What the log says of failures of ours."""
         lines = self._log.read_text().splitlines()
-        return [line for line in lines if re.match(r"(ERROR|CRITICAL):(?!aiohttp\.)|.*never retrieved", line)]
+        return [line for line in lines if re.match(r"(ERROR|CRITICAL):|.*never retrieved", line)]
 
     def connect(self, **options: int) -> socket.socket:
         connection = socket.socket()
@@ -158,11 +157,6 @@ def start(tmp_path: Path, pair: tuple[str, str]) -> Iterator[Callable[..., Wire]
         running.kill()
 
 
-def only_ours(pair: tuple[str, str], reason: str) -> None:
-    if pair[0] == "aiohttp":
-        pytest.skip(reason)
-
-
 # What is refused
 
 HOST = b"Host: x\r\n"
@@ -193,10 +187,6 @@ REFUSED: dict[str, tuple[bytes, set[int]]] = {
     "a long target": (get("/now/" + "a" * 17_000), {400, 414}),
     "a long head": (b"GET /now HTTP/1.1\r\nHost: x\r\n" + b"Abcd: " + b"e" * 70_000 + b"\r\n\r\n", {400, 431}),
     "a head without end": (b"GET /now HTTP/1.1\r\nHost: x\r\n" + b"Abcd: " + b"e" * 200_000, {400, 431}),
-}
-# aiohttp takes a bad host and unknown expectations without a word, answers others of these with a status of its
-# own or twice, and leaves a bad chunk to its body's reader, behind a head that was taken.
-REFUSED_BY_OURS: dict[str, tuple[bytes, set[int]]] = {
     "a lone LF": (b"GET /now HTTP/1.1\nHost: x\n\n", {400}),
     "HTTP/0.9": (b"GET /now\r\n\r\n", {400}),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", {400, 505}),
@@ -225,27 +215,20 @@ REFUSED_BY_OURS: dict[str, tuple[bytes, set[int]]] = {
 }
 
 
-def refused_rows(front_end: str) -> dict[str, tuple[bytes, set[int]]]:
-    return REFUSED if front_end == "aiohttp" else REFUSED | REFUSED_BY_OURS
-
-
 def test_a_bad_request_is_answered_once_and_nothing_behind_it(wire: Wire) -> None:
     wrong = {}
-    for name, (data, expected) in refused_rows(wire.front_end).items():
+    for name, (data, expected) in REFUSED.items():
         received = wire.talk(data + get("/now/smuggled"))
         got = statuses(received)
-        fine = len(got) == 1 and got[0] in expected
-        if wire.front_end != "aiohttp":
-            fine = fine and b"connection: close" in received.lower()
+        fine = len(got) == 1 and got[0] in expected and b"connection: close" in received.lower()
         if not fine or b"smuggled" in received:
             wrong[name] = received[:200]
     assert wrong == {}
 
 
 def test_what_stands_before_a_bad_request_is_answered_in_order_first(wire: Wire) -> None:
-    only_ours((wire.front_end, ""), "aiohttp forgets what came in the same piece as a bad request")
     wrong = {}
-    for name, (data, expected) in refused_rows(wire.front_end).items():
+    for name, (data, expected) in REFUSED.items():
         received = wire.talk(get("/now/1") + get("/slow/2?10") + get("/now/3") + data + get("/now/smuggled"))
         order = [received.find(b"/now/1"), received.find(b"/slow/2"), received.find(b"/now/3")]
         got = statuses(received)
@@ -266,11 +249,10 @@ def test_what_is_odd_and_right_is_answered(wire: Wire) -> None:
             f"5 {hashlib.sha256(b'abcde').hexdigest()}".encode(),
         ),
     }
-    if wire.front_end != "aiohttp":
-        rows["an absolute target"] = (
-            b"GET http://y:8/now/a HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
-            b"y:8 http://y:8/now/a",
-        )
+    rows["an absolute target"] = (
+        b"GET http://y:8/now/a HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        b"y:8 http://y:8/now/a",
+    )
     for name, (data, expected) in rows.items():
         received = wire.talk(data)
         assert set(statuses(received)) == {200}, (name, received)
@@ -285,7 +267,6 @@ def test_connect_is_never_taken(wire: Wire) -> None:
 
 
 def test_http_1_0_keeps_a_connection_only_when_told(wire: Wire) -> None:
-    only_ours((wire.front_end, ""), "aiohttp takes a request behind the last one for a bad one")
     one = b"GET /now/1 HTTP/1.0\r\n\r\n"
     kept = b"GET /now/1 HTTP/1.0\r\nConnection: keep-alive\r\n\r\n"
     assert statuses(wire.talk(one + one)) == [200]
@@ -382,7 +363,6 @@ def test_a_body_refused_early_is_read_away_so_that_the_answer_arrives(wire: Wire
 
 
 def test_what_comes_behind_the_last_request_does_not_take_its_answer_back(wire: Wire) -> None:
-    only_ours((wire.front_end, ""), "aiohttp closes with bytes unread, which resets the connection")
     for _ in range(20):
         assert statuses(wire.talk(last("/large?300000"), bytes(100_000), end=True)) == [200]
 
@@ -399,10 +379,9 @@ def test_100_continue_comes_once_and_only_where_a_body_is_wanted(wire: Wire) -> 
         assert statuses(connection.recv(1000)) == [413]
     received = wire.talk(f"POST /body HTTP/1.0\r\nHost: x\r\n{expect}\r\nabc".encode())
     assert statuses(received) == [200]
-    if wire.front_end != "aiohttp":
-        # Who has sent it need not be told to.
-        data = f"POST /body HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{expect}\r\nabc".encode()
-        assert statuses(wire.talk(data)) == [200]
+    # Who has sent it need not be told to.
+    data = f"POST /body HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{expect}\r\nabc".encode()
+    assert statuses(wire.talk(data)) == [200]
 
 
 # Memory and descriptors
@@ -431,7 +410,6 @@ def test_requests_whose_answers_nobody_reads_cost_no_memory(wire: Wire) -> None:
 
 
 def test_a_client_that_sends_on_behind_an_unread_answer_costs_no_memory(wire: Wire) -> None:
-    only_ours((wire.front_end, ""), "aiohttp keeps what was sent")
     before = wire.memory("VmHWM")
     for path in ("/large?5000000", "/hang"):
         with wire.connect(SO_RCVBUF=65_536) as connection:
@@ -481,7 +459,6 @@ def closes_within(connection: socket.socket, least: float, most: float) -> bytes
 
 
 def test_deadlines_of_heads_and_bodies_are_absolute(hurried: Wire, pair: tuple[str, str]) -> None:
-    only_ours(pair, "aiohttp waits for ever for a head")
 
     def drip(start: bytes, drops: bytes) -> tuple[float, bytes]:
         with hurried.connect() as connection:
@@ -514,7 +491,6 @@ def test_deadlines_of_heads_and_bodies_are_absolute(hurried: Wire, pair: tuple[s
 
 
 def test_a_head_begun_behind_another_has_its_own_time(hurried: Wire, pair: tuple[str, str]) -> None:
-    only_ours(pair, "aiohttp has no deadline for a head")
     # Each piece ends one head and begins the next, for longer than one head may take.
     request = get("/now/1")
     with hurried.connect() as connection:
@@ -530,7 +506,6 @@ def test_a_head_begun_behind_another_has_its_own_time(hurried: Wire, pair: tuple
 
 
 def test_idle_connections_are_closed_and_workers_are_not(hurried: Wire, pair: tuple[str, str]) -> None:
-    only_ours(pair, "the deadlines are ours")
     with hurried.connect() as idle, hurried.connect() as working:
         working.sendall(get("/slow/a?1800"))
         idle.sendall(get("/now"))
@@ -540,7 +515,6 @@ def test_idle_connections_are_closed_and_workers_are_not(hurried: Wire, pair: tu
 
 @pytest.mark.parametrize("path", ["/large?30000000", "/file?4000000", "/large?20000000"])
 def test_who_never_reads_a_large_answer_is_dropped(hurried: Wire, pair: tuple[str, str], path: str) -> None:
-    only_ours(pair, "aiohttp waits for ever for a client that does not read")
     with hurried.connect(SO_RCVBUF=4096) as connection:
         connection.sendall((get(path) if "file" not in path else get(path) * 5) + last("/now/behind"))
         wait_until(lambda: hurried.open_files("socket:") > hurried.own_sockets)
@@ -550,7 +524,6 @@ def test_who_never_reads_a_large_answer_is_dropped(hurried: Wire, pair: tuple[st
 
 
 def test_who_reads_slowly_gets_all_of_a_large_answer(hurried: Wire, pair: tuple[str, str]) -> None:
-    only_ours(pair, "the deadlines are ours")
     for path, size in (("/large?6000000", 6_000_000), ("/file?4000000", 4_000_000)):
         with hurried.connect(SO_RCVBUF=65_536) as connection:
             connection.sendall(last(path))
@@ -564,7 +537,6 @@ def test_who_reads_slowly_gets_all_of_a_large_answer(hurried: Wire, pair: tuple[
 
 
 def test_a_refused_connection_is_closed_though_its_client_stays(hurried: Wire, pair: tuple[str, str]) -> None:
-    only_ours(pair, "aiohttp has its own lingering")
     for data in (b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n", b"nonsense\r\n\r\n"):
         with hurried.connect() as connection:
             connection.sendall(data)
@@ -580,7 +552,6 @@ def test_a_refused_connection_is_closed_though_its_client_stays(hurried: Wire, p
 
 
 def test_connections_beyond_the_cap_are_closed_at_once(start: Callable[..., Wire], pair: tuple[str, str]) -> None:
-    only_ours(pair, "aiohttp has no cap")
     wire = start(max_connections=3)
     held = [wire.connect() for _ in range(3)]
     for connection in held:
