@@ -1,7 +1,9 @@
-"""The aiohttp front-end: one handler on `web.Server`, without its router, which would cost 6 µs a request.
+"""aiohttp in front: `application` for somebody's aiohttp application, and the front-end of a process of our own.
 
-It stands behind a gate that holds clients to HTTP before aiohttp hears of them.
-Surprise: aiohttp's low-level server knows nothing of Expect, so it is met here, and only when somebody really wants
+One handler serves both. The front-end runs it on `web.Server`, without aiohttp's router, which would cost 6 µs a
+request, and behind a gate that holds clients to HTTP before aiohttp hears of them. In an application of others
+there is no gate: what aiohttp has read there is held against the same rules, as far as it can still be seen.
+Surprise: aiohttp knows nothing of Expect below its router, so it is met here, and only when somebody really wants
 the body.
 """
 
@@ -9,12 +11,15 @@ import asyncio
 import socket
 from collections.abc import AsyncIterable, AsyncIterator
 from typing import Any
+from urllib.parse import unquote
 
 from aiohttp import ClientError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from uvimg.assembly import start_service
+from uvimg.config import Settings
 from uvimg.core.errors import BadRequest, RequestTimeout, UvimgError
-from uvimg.core.http1 import BODY_BYTES_PER_S, BODY_START_S, Head, refuse_head
+from uvimg.core.http1 import BODY_BYTES_PER_S, BODY_START_S, Head, parse_head, refuse_head
 from uvimg.core.message import FilePart, Request, Response
 from uvimg.service import Service
 from uvimg.web import WebSettings, read_part
@@ -27,6 +32,79 @@ _LAST_STEPS_S = 1.0
 # Files are sent in such pieces. A large one is read in a thread: a disk may take its time.
 _PIECE_BYTES = 262_144
 _READ_AT_ONCE_BYTES = 1 << 20
+
+
+def application(settings: Settings) -> web.Application:
+    """The whole service as an aiohttp application: run it, or mount it with `add_subapp`.
+
+    It starts when the application around it starts, on the loop that runs that, and stops with it. Of the settings,
+    those of the process (host, port, front_end, loop, connections, log and their like) say nothing here: that is the
+    host's business. Starting raises what `uvimg serve` would complain of.
+    """
+    app = web.Application()
+    mounted = _Mounted()
+    # Without Expect's own handler: nobody is asked for a body before somebody wants it.
+    route = app.router.add_route("*", "/{path:.*}", mounted.handle, expect_handler=_expect_nothing)
+    app.router.add_route("*", "", mounted.add_slash)
+
+    async def run(_: web.Application) -> AsyncIterator[None]:
+        assert route.resource is not None
+        mounted.prefix = unquote(route.resource.canonical.removesuffix("/{path}"))
+        async with start_service(settings) as (service, _ready):
+            mounted.service = service
+            yield
+
+    app.cleanup_ctx.append(run)
+    app.on_shutdown.append(mounted.stop)
+    return app
+
+
+class _Mounted:
+    """The service in an application, under a prefix that is known when it starts: "" or "/pictures"."""
+
+    service: Service
+    prefix: str = ""
+    stopping: bool = False
+
+    async def stop(self, _: web.Application) -> None:
+        self.stopping = True
+
+    async def add_slash(self, incoming: web.Request) -> web.StreamResponse:
+        # The page's links are relative to the folder that it is in.
+        url = incoming.rel_url
+        raise web.HTTPPermanentRedirect(f"{url.raw_path}/?{url.raw_query_string}".removesuffix("?"))
+
+    async def handle(self, incoming: web.Request) -> web.StreamResponse:
+        try:
+            head = parse_head(_spell(incoming))
+        except UvimgError as exc:
+            answer = _encode(refuse_head(exc))
+            answer.force_close()
+            return answer
+        if not head.path.startswith(self.prefix + "/"):
+            raise web.HTTPNotFound
+        body = _read_body(incoming, head, None) if head.has_body else _NOTHING
+        path = head.path[len(self.prefix) :]
+        request = _make_request(head, incoming.remote or "", body, path, self.prefix)
+        response = self.service.try_now(request)
+        if response is None:
+            response = await self.service.handle(request)
+        answer = _encode(response)
+        if self.stopping or not incoming.content.at_eof():
+            answer.force_close()
+        return answer
+
+
+async def _expect_nothing(_: web.Request) -> None:
+    pass
+
+
+def _spell(incoming: web.BaseRequest) -> bytes:
+    """A request's head as its client may have written it, for a parser that is stricter than aiohttp's."""
+    version = incoming.version
+    line = f"{incoming.method} {incoming.raw_path} HTTP/{version.major}.{version.minor}\r\n"
+    fields = b"".join(b"%b: %b\r\n" % field for field in incoming.raw_headers)
+    return line.encode("utf-8", "surrogateescape") + fields + b"\r\n"
 
 
 class AiohttpFrontEnd:
@@ -79,7 +157,7 @@ class AiohttpFrontEnd:
             response, body = refuse_head(head), False
         else:
             pieces = _read_body(incoming, head, gate) if head.has_body else _NOTHING
-            request = _make_request(head, gate.peer, pieces, head.path)
+            request = _make_request(head, gate.peer, pieces, head.path, "")
             tried = self._service.try_now(request)
             if tried is None:
                 if not head.has_body:
@@ -113,8 +191,8 @@ class _GatedServer(web.Server):
         return Gate(self.gates)
 
 
-def _make_request(head: Head, peer: str, body: AsyncIterable[bytes], path: str) -> Request:
-    return Request(head.method, head.target, path, head.query, head.headers, peer, head.length, body)
+def _make_request(head: Head, peer: str, body: AsyncIterable[bytes], path: str, prefix: str) -> Request:
+    return Request(head.method, head.target, path, head.query, head.headers, peer, head.length, body, prefix)
 
 
 async def _read_body(incoming: web.BaseRequest, head: Head, gate: Gate | None) -> AsyncIterator[bytes]:
