@@ -24,7 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "web": BACK | {"assembly", "service", "apps", "core", "config"},
     "app": BACK | {"web", "assembly", "service", "apps", "core", "config", "logs"},
     "cli": BACK | {"app", "web", "assembly", "service", "apps", "core", "config", "logs"},
-    "gunicorn": {"app", "web", "assembly", "config", "logs"},
+    "gunicorn": BACK | {"app", "web", "assembly", "core", "config", "logs"},
     "__main__": {"cli"},
     # Beside the rooms; assembly and what stands above it alone look into these.
     "config": {"core"},

@@ -135,13 +135,15 @@ class Gate(asyncio.Protocol, asyncio.Transport):
             return
         # A Unix socket's other end has no address.
         self.peer = str(peer[0]) if isinstance(peer, tuple) else ""
-        outer.set_write_buffer_limits(high=0)
         with contextlib.suppress(OSError):
             # As web/listen.py does for its own listeners, and says why; gunicorn brings others.
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 131_072)
         self._gates.open.add(self)
         self._inner = self._gates.make_inner()
         self._inner.connection_made(self)
+        # Not 0, which TLS takes for a buffer that is above its mark while it is empty; and not earlier, for with bytes
+        # of the handshake in it writing is paused in this call.
+        outer.set_write_buffer_limits(high=1)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._outer = None
@@ -291,9 +293,11 @@ class Gate(asyncio.Protocol, asyncio.Transport):
 
     def finish(self) -> None:
         """What is in flight is finished, and nothing else begun."""
+        if self._closing:
+            return
         self._last = True
         self._buffer, self.deadline = b"", math.inf
-        if not self._unanswered and not self._closing and self._outer is not None:
+        if not self._unanswered and self._outer is not None:
             self._closing = True
             self._outer.close()
 
