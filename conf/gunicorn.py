@@ -7,18 +7,19 @@ import os
 import sys
 
 from uvimg.config import ConfigError, load
+from uvimg.core.place import Tcp, parse_place
 
 try:
     _settings = load({})
 except ConfigError as exc:
     sys.exit(f"uvimg: {exc}")
-_host = f"[{_settings.host}]" if ":" in _settings.host else _settings.host
+_places = [str(parse_place(text)) for text in _settings.listen] or [str(Tcp(_settings.host, _settings.port))]
 _cores = len(os.sched_getaffinity(0))
 
 wsgi_app = "uvimg.gunicorn:application"
 # Not the only possible classes, but these two know what a coroutine is.
 worker_class = f"aiohttp.Gunicorn{'UVLoop' if _settings.loop == 'uvloop' else ''}WebWorker"
-bind = f"{_host}:{_settings.port}"
+bind = [place.replace("fd:", "fd://") if place.startswith("fd:") else place for place in _places]
 # Event loops. The image workers behind them are counted apart, see post_fork.
 workers = int(os.environ.get("WEB_CONCURRENCY", _cores))
 backlog = _settings.backlog
@@ -26,8 +27,8 @@ backlog = _settings.backlog
 reuse_port = False
 # Each worker opens its own store and starts its own children; and a reload is to load new code.
 preload_app = False
-# The service ends requests itself after grace_s; what is left is for the last call, for its children and the store.
-graceful_timeout = round(_settings.grace_s) + 15
+# The service ends requests itself after grace_s; what is left is for its children and the store.
+graceful_timeout = round(_settings.drain_delay_s + _settings.grace_s) + 15
 # A worker that has said nothing for so long is killed. It is silent while it starts (its children may take 60 s)
 # and while it stops; in between it speaks every second.
 timeout = max(75, graceful_timeout + 5)

@@ -16,27 +16,32 @@ from bench import corpus
 
 
 class Server:
-    """`uvimg serve` with these settings. Usable when made; `log` is what it wrote to stderr so far."""
+    """`uvimg serve` with these settings. Usable when made; `log` is what it wrote to stderr so far.
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    `run` is what it is started by, `pass_fds` what it inherits.
+    """
+
+    def __init__(self, folder: Path, *, run: tuple[str, ...] = (), pass_fds: tuple[int, ...] = (), **settings: Any):
         self.store = folder / "data"
         self._log = folder / "log"
         settings = {"port": 0, "store": f"local:{self.store}", "workers": 2, **settings}
         flags = [flag for name, value in settings.items() for flag in _spell_flags(name.replace("_", "-"), value)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "uvimg", "serve", *flags],
+            [*run, sys.executable, "-m", "uvimg", "serve", *flags],
             stdout=subprocess.PIPE,
             stderr=self._log.open("ab"),
             text=True,
+            pass_fds=pass_fds,
         )
         assert self.process.stdout is not None
         self.ready_line = self.process.stdout.readline()
-        found = re.search(r"http://[^/]*:(\d+)/", self.ready_line)
-        if found is None:
+        if "is ready" not in self.ready_line:
             self.process.wait(10)
             raise AssertionError(f"the server did not start: {self.log}")
-        self.port = int(found[1])
-        self.url = f"http://127.0.0.1:{self.port}"
+        # Its first TCP address; none where it listens on unix sockets alone.
+        found = re.search(r"(https?)://[^/]*:(\d+)/", self.ready_line)
+        self.port = int(found[2]) if found else 0
+        self.url = f"{found[1] if found else 'http'}://127.0.0.1:{self.port}"
         self.http = requests.Session()
         self.http.trust_env = False
 

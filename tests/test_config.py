@@ -54,6 +54,7 @@ def test_what_config_prints_can_be_read_back(tmp_path: Path) -> None:
         "image_headers": ["Cache-Control: public, max-age=1", 'X: "quoted"'],
         "trusted_proxies": "10.0.0.0/8,::1",
         "store": 'local:/a "strange" path',
+        "listen": "127.0.0.1:0, [::1]:80, :8080, unix:/run/a b.sock, fd:3",
     }
     settings = load(changed, {})
     assert load({}, {}, write(tmp_path / "c.toml", config.to_toml(settings))) == settings
@@ -88,6 +89,14 @@ def test_what_config_prints_can_be_read_back(tmp_path: Path) -> None:
         ("image_headers", ["Content-Length: 3"], "for uvimg to say"),
         ("grace_s", "inf", "a number of at least 0"),
         ("index_page", "/no/such/file", "no such file"),
+        ("listen", "4869", "HOST:PORT, [::1]:PORT, :PORT, unix:/path or fd:N"),
+        ("listen", "unix:here", "unix:/path"),
+        ("listen", ["[::1:80"], "[::1]:PORT"),
+        ("listen", "::1:80", "[::1]:PORT"),
+        ("listen", "x:65536", "HOST:PORT"),
+        ("listen", ":80,:80", ":80 is there twice"),
+        ("listen", "fd:2", "begin at fd:3"),
+        ("listen", "unix:/" + "a" * 107, "at most 107 bytes"),
     ],
 )
 def test_a_value_that_cannot_be_names_key_value_and_what_is_allowed(name: str, value: Any, allowed: str) -> None:

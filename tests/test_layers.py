@@ -22,13 +22,14 @@ ROOMS: dict[str, set[str]] = {
     "assembly": BACK | {"service", "apps", "core", "config", "logs"},
     # config for the type alone: web hands the settings on to assembly.
     "web": BACK | {"assembly", "service", "apps", "core", "config"},
-    "app": BACK | {"web", "assembly", "service", "apps", "core", "config", "logs"},
+    "app": BACK | {"web", "assembly", "service", "apps", "core", "config", "logs", "systemd"},
     "cli": BACK | {"app", "web", "assembly", "service", "apps", "core", "config", "logs"},
     "gunicorn": BACK | {"app", "web", "assembly", "core", "config", "logs"},
     "__main__": {"cli"},
     # Beside the rooms; assembly and what stands above it alone look into these.
     "config": {"core"},
     "logs": {"core", "service"},
+    "systemd": {"core"},
 }
 # It waits, it looks at the clock or the machine, or it does things.
 DOING = {

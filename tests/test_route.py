@@ -2,15 +2,15 @@
 
 import contextlib
 import time
-from urllib.parse import quote
+from urllib.parse import parse_qsl, quote
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from uvimg.core.errors import BadParameter, BadRequest, MethodNotAllowed, NotFound
+from uvimg.core.errors import BadParameter, BadRequest, MethodNotAllowed, NotFound, NotImplementedHere
 from uvimg.core.message import split_target
-from uvimg.core.route import Describe, Options, Page, Params, Query, Remove, Show, Upload, route
+from uvimg.core.route import Describe, Options, Page, Params, Query, Remove, Show, Upload, read_fields, route
 
 ID = "5f189d8ec57f5a5a0d3dcba47fa797e2"
 SHA = ID * 2
@@ -50,6 +50,7 @@ def params(query: str) -> Params:
         ("HEAD", "/admin", Page("admin")),
         ("HEAD", "/", Page("index")),
         ("OPTIONS", f"/images/{ID}", Options("GET, HEAD, DELETE, OPTIONS")),
+        ("OPTIONS", "*", Options("GET, HEAD, POST, DELETE, OPTIONS")),
         ("OPTIONS", "/admin?nonsense=1", Options("GET, HEAD, OPTIONS")),
     ],
 )
@@ -70,7 +71,6 @@ def test_what_is_asked_for_is_found(method: str, target: str, expected: Query) -
         f"/%2535{ID[1:]}",
         f"x{ID}",
         f"*{ID}",
-        "*",
         "",
         f"/./{ID}",
         f"/x/../{ID}",
@@ -111,7 +111,6 @@ def test_a_path_that_is_not_exactly_one_of_ours_is_nothing(target: str) -> None:
         ("POST", f"/admin?md5={ID}&t=1", "GET, HEAD, OPTIONS"),
         # Only to look, never to delete.
         ("HEAD", f"/admin?md5={ID}&t=1", "GET, OPTIONS"),
-        ("get", "/", "GET, HEAD, POST, OPTIONS"),
         ("CONNECT", "/", "GET, HEAD, POST, OPTIONS"),
     ],
 )
@@ -119,6 +118,12 @@ def test_a_wrong_method_is_told_the_right_ones(method: str, target: str, allow: 
     with pytest.raises(MethodNotAllowed) as refused:
         ask(method, target)
     assert refused.value.headers["Allow"] == allow
+
+
+@pytest.mark.parametrize(("method", "target"), [("BREW", "/"), ("get", "/"), ("", "/images"), ("BREW", "/nowhere")])
+def test_a_method_that_nobody_knows_is_not_implemented_anywhere(method: str, target: str) -> None:
+    with pytest.raises(NotImplementedHere):
+        ask(method, target)
 
 
 @pytest.mark.parametrize("name", ["w", "h", "p", "g", "x", "y", "r", "q"])
@@ -224,7 +229,7 @@ queries = st.builds(
 def test_no_text_at_all_gets_more_than_one_of_our_errors(method: str, path: str, query: str) -> None:
     for given_path, given_query in ((path, query), split_target(f"{path}?{query}"), split_target(path)):
         found: Query | None = None
-        with contextlib.suppress(BadRequest, NotFound, MethodNotAllowed):
+        with contextlib.suppress(BadRequest, NotFound, MethodNotAllowed, NotImplementedHere):
             found = route(method, given_path, given_query)
         if isinstance(found, Show):
             assert all(abs(value) < 10**9 for value in (found.params.w, found.params.h, found.params.x, found.params.y))
@@ -240,3 +245,13 @@ def test_a_split_target_can_always_be_written_out_again(target: str) -> None:
 def test_a_path_is_decoded_exactly_once(path: str) -> None:
     assert split_target("/" + quote(quote(path, safe=""), safe=""))[0] == "/" + quote(path, safe="")
     assert split_target("/" + quote(path, safe=""))[0] == "/" + path
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b", "w", "=", "&", "&", "=", "%41", "%", "+", "%c3%a9", "%ff", "1", "é"])).map(
+        "".join
+    )
+)
+def test_a_query_is_read_as_the_standard_library_reads_forms(query: str) -> None:
+    pairs = parse_qsl(query, errors="replace")
+    assert read_fields(query) == dict(reversed(pairs))

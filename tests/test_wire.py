@@ -1,21 +1,16 @@
 """Raw bytes against real servers: hostile requests, their order, their deadlines, what they cost.
 
-What every front-end says to one request is in the tables. Deadlines are core/http1.py's, shortened.
+What a front-end says to one request is in the files of tests/requests. Deadlines are core/http1.py's, shortened.
 """
 
+import asyncio
 import concurrent.futures
-import contextlib
 import hashlib
 import itertools
-import json
-import os
-import random
 import re
 import select
 import socket
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,82 +20,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import Server
+from tests.mutations import MUTANTS, Attack, ImagesTarget, WireTarget
+from tests.wire_server import Wire, get, last, receive_all
+
 EVERY_FRONT_END = True
 # Of core/http1.py, so short that a test can wait for them.
 HURRY = {"HEAD_S": 0.6, "BODY_START_S": 0.6, "WRITE_STALL_S": 0.8, "LINGER_S": 0.5}
-
-
-class Wire:
-    """tests/wire_server.py in a process of its own."""
-
-    def __init__(self, folder: Path, front_end: tuple[str, str], hurry: dict[str, float], **chosen: Any) -> None:
-        self._log = folder / f"log-{'-'.join(front_end)}"
-        self.front_end = front_end[0]
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.wire_server", *front_end, json.dumps(hurry), json.dumps(chosen)],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                cwd=Path(__file__).parent.parent,
-            )
-        assert self.process.stdout is not None
-        self.port = int(self.process.stdout.readline())
-        self.own_sockets = self.open_files("socket:")
-
-    @property
-    def failures(self) -> list[str]:
-        """What the log says of failures of ours."""
-        lines = self._log.read_text().splitlines()
-        return [line for line in lines if re.match(r"(ERROR|CRITICAL):|.*never retrieved", line)]
-
-    def connect(self, **options: int) -> socket.socket:
-        connection = socket.socket()
-        for name, value in options.items():
-            connection.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
-        connection.settimeout(15)
-        connection.connect(("127.0.0.1", self.port))
-        return connection
-
-    def talk(self, *pieces: bytes, end: bool = False) -> bytes:
-        """What comes back for these bytes until the server closes; `end` says that no more will come."""
-        with self.connect() as connection:
-            for piece in pieces:
-                connection.sendall(piece)
-            if end:
-                connection.shutdown(socket.SHUT_WR)
-            return receive_all(connection)
-
-    def open_files(self, kind: str) -> int:
-        links = []
-        for path in Path(f"/proc/{self.process.pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                links.append(os.readlink(path))
-        return sum(kind in link for link in links)
-
-    def open_blobs(self) -> int:
-        """How many files it holds open for answers: the app has one itself."""
-        return self.open_files("/wire-") - 1
-
-    def memory(self, name: str) -> int:
-        found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{self.process.pid}/status").read_text())
-        assert found is not None
-        return int(found[1]) * 1024
-
-    def stop(self) -> int:
-        self.process.terminate()
-        return self.process.wait(20)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-def receive_all(connection: socket.socket) -> bytes:
-    received = bytearray()
-    while piece := connection.recv(1 << 20):
-        received += piece
-    return bytes(received)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
@@ -112,14 +38,6 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
 
 def statuses(received: bytes) -> list[int]:
     return [int(found) for found in re.findall(rb"HTTP/1\.[01] (\d{3}) ", received)]
-
-
-def get(target: str, fields: str = "") -> bytes:
-    return f"GET {target} HTTP/1.1\r\nHost: x\r\n{fields}\r\n".encode()
-
-
-def last(target: str) -> bytes:
-    return get(target, "Connection: close\r\n")
 
 
 @pytest.fixture(scope="session")
@@ -155,133 +73,6 @@ def start(tmp_path: Path, pair: tuple[str, str]) -> Iterator[Callable[..., Wire]
     yield begin
     for running in started:
         running.kill()
-
-
-# What is refused
-
-HOST = b"Host: x\r\n"
-CHUNKED = b"POST /body/c HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-REFUSED: dict[str, tuple[bytes, set[int]]] = {
-    "a folded line": (b"GET /now HTTP/1.1\r\nHost: x\r\nA: b\r\n c\r\n\r\n", {400}),
-    "a space before the colon": (b"GET /now HTTP/1.1\r\nHost : x\r\n\r\n", {400}),
-    "a lone CR": (b"GET /now HTTP/1.1\r\nHost: x\r\nA: b\rc\r\n\r\n", {400}),
-    "a NUL": (b"GET /now HTTP/1.1\r\nHost: x\r\nA: b\0c\r\n\r\n", {400}),
-    "a NUL in the target": (b"GET /no\0w HTTP/1.1\r\nHost: x\r\n\r\n", {400}),
-    "two hosts": (b"GET /now HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", {400}),
-    "two lengths": (b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd", {400}),
-    "equal lengths twice": (
-        b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nContent-Length: 3\r\n\r\nabc",
-        {400},
-    ),
-    "a list of lengths": (b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 3, 3\r\n\r\nabc", {400}),
-    "a length with a sign": (b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: +3\r\n\r\nabc", {400}),
-    "a negative length": (b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: -3\r\n\r\nabc", {400}),
-    "an endless length": (b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: " + b"9" * 99 + b"\r\n\r\n", {400}),
-    "a length beside chunks": (CHUNKED[:-2] + b"Content-Length: 3\r\n\r\n0\r\n\r\n", {400}),
-    "chunks, then gzip": (CHUNKED.replace(b"chunked", b"chunked, gzip") + b"0\r\n\r\n", {400, 501}),
-    "no coding at all": (CHUNKED.replace(b"chunked", b"identity") + b"0\r\n\r\n", {400, 501}),
-    "a version to come": (b"GET /now HTTP/3.1\r\nHost: x\r\n\r\n", {400, 505}),
-    "a small version": (b"GET /now http/1.1\r\nHost: x\r\n\r\n", {400}),
-    "no path": (b"GET now HTTP/1.1\r\nHost: x\r\n\r\n", {400}),
-    "a bad method": (b"G{T /now HTTP/1.1\r\nHost: x\r\n\r\n", {400}),
-    "a long target": (get("/now/" + "a" * 17_000), {400, 414}),
-    "a long head": (b"GET /now HTTP/1.1\r\nHost: x\r\n" + b"Abcd: " + b"e" * 70_000 + b"\r\n\r\n", {400, 431}),
-    "a head without end": (b"GET /now HTTP/1.1\r\nHost: x\r\n" + b"Abcd: " + b"e" * 200_000, {400, 431}),
-    "a lone LF": (b"GET /now HTTP/1.1\nHost: x\n\n", {400}),
-    "HTTP/0.9": (b"GET /now\r\n\r\n", {400}),
-    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", {400, 505}),
-    "no host": (b"GET /now HTTP/1.1\r\n\r\n", {400}),
-    "an empty host": (b"GET /now HTTP/1.1\r\nHost:\r\n\r\n", {400}),
-    "a host that is none": (b"GET /now HTTP/1.1\r\nHost: a/b\r\n\r\n", {400}),
-    "chunks in HTTP/1.0": (CHUNKED.replace(b"HTTP/1.1", b"HTTP/1.0") + b"0\r\n\r\n", {400}),
-    "chunks twice": (CHUNKED[:-2] + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", {400}),
-    "gzip, then chunks": (CHUNKED.replace(b"chunked", b"gzip, chunked") + b"0\r\n\r\n", {501}),
-    "an expectation": (get("/now", "Expect: cake\r\n"), {417}),
-    "101 fields": (get("/now", "A: b\r\n" * 100), {431}),
-    "CONNECT": (b"CONNECT x:443 HTTP/1.1\r\nHost: x\r\n\r\n", {400}),
-    "a star": (b"GET * HTTP/1.1\r\nHost: x\r\n\r\n", {400}),
-    "an unending target": (b"GET /" + b"a" * 200_000, {414}),
-    "a long target in a head without end": (b"GET /" + b"a" * 17_000 + b" HTTP/1.1\r\nA: " + b"b" * 99_000, {414}),
-    "two blank lines": (b"\r\n\r\n" + last("/now"), {400}),
-    "a body in another scheme": (b"GET ftp://x/now HTTP/1.1\r\nHost: x\r\n\r\n", {400}),
-    "a size that is none": (CHUNKED + b"xyz\r\nabc\r\n0\r\n\r\n", {400}),
-    "a size too large": (CHUNKED + b"11111111111111111\r\nabc\r\n0\r\n\r\n", {400}),
-    "a negative size": (CHUNKED + b"-1\r\nabc\r\n0\r\n\r\n", {400}),
-    "a chunk too long": (CHUNKED + b"3\r\nabcd\r\n0\r\n\r\n", {400}),
-    "chunks parted by LF": (CHUNKED + b"3\nabc\n0\n\n\r\n", {400}),
-    "endless extensions": (CHUNKED + b"1;" + b"a" * 90_000 + b"\r\nb\r\n0\r\n\r\n", {400}),
-    "endless trailers": (CHUNKED + b"0\r\n" + b"Abc: def\r\n" * 9_000 + b"\r\n", {400}),
-    "a trailer that is none": (CHUNKED + b"0\r\nabc\r\n\r\n", {400}),
-}
-
-
-def test_a_bad_request_is_answered_once_and_nothing_behind_it(wire: Wire) -> None:
-    wrong = {}
-    for name, (data, expected) in REFUSED.items():
-        received = wire.talk(data + get("/now/smuggled"))
-        got = statuses(received)
-        fine = len(got) == 1 and got[0] in expected and b"connection: close" in received.lower()
-        if not fine or b"smuggled" in received:
-            wrong[name] = received[:200]
-    assert wrong == {}
-
-
-def test_what_stands_before_a_bad_request_is_answered_in_order_first(wire: Wire) -> None:
-    wrong = {}
-    for name, (data, expected) in REFUSED.items():
-        received = wire.talk(get("/now/1") + get("/slow/2?10") + get("/now/3") + data + get("/now/smuggled"))
-        order = [received.find(b"/now/1"), received.find(b"/slow/2"), received.find(b"/now/3")]
-        got = statuses(received)
-        fine = sorted(order) == order and got[:-1] == [200, 200, 200] and got[-1] in expected
-        if not fine or b"smuggled" in received:
-            wrong[name] = received[:2000]
-    assert wrong == {}
-
-
-def test_what_is_odd_and_right_is_answered(wire: Wire) -> None:
-    rows = {
-        "a blank line before": (b"\r\n" + last("/now/a"), b"x /now/a"),
-        "spaces around a value": (b"GET /now/a HTTP/1.1\r\nHost: \t x \t\r\nConnection: close\r\n\r\n", b"x /now/a"),
-        "HTTP/1.0 without host": (b"GET /now/a HTTP/1.0\r\n\r\n", b"None /now/a"),
-        "a list of options": (get("/now/a", "Connection: foo\r\nConnection: Close, bar\r\n"), b"x /now/a"),
-        "chunks with all that may be": (
-            get("/now/b") + CHUNKED + b"3;a=b\r\nabc\r\n0002;c\r\nde\r\n000\r\nTrailer: evil\r\n\r\n" + last("/now/a"),
-            f"5 {hashlib.sha256(b'abcde').hexdigest()}".encode(),
-        ),
-    }
-    rows["an absolute target"] = (
-        b"GET http://y:8/now/a HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
-        b"y:8 http://y:8/now/a",
-    )
-    for name, (data, expected) in rows.items():
-        received = wire.talk(data)
-        assert set(statuses(received)) == {200}, (name, received)
-        assert expected in received, name
-        assert b"evil" not in received
-
-
-def test_connect_is_never_taken(wire: Wire) -> None:
-    for target in (b"x:443", b"/hidden", b"http://x/hidden"):
-        received = wire.talk(b"CONNECT " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        assert statuses(received)[0] in (400, 404)
-
-
-def test_http_1_0_keeps_a_connection_only_when_told(wire: Wire) -> None:
-    one = b"GET /now/1 HTTP/1.0\r\n\r\n"
-    kept = b"GET /now/1 HTTP/1.0\r\nConnection: keep-alive\r\n\r\n"
-    assert statuses(wire.talk(one + one)) == [200]
-    received = wire.talk(kept + one)
-    assert statuses(received) == [200, 200]
-    assert received.lower().count(b"connection: keep-alive") == 1
-
-
-def test_head_and_its_neighbours_stay_apart(wire: Wire) -> None:
-    for path in ("/now/x", "/large?300000", "/file?100", "/file?3000000", "/slow/a?0"):
-        received = wire.talk(b"HEAD " + get(path)[4:] + last("/now/behind"))
-        assert statuses(received) == [200, 200]
-        first, second, behind = received.split(b"\r\n\r\n")
-        assert (b"HTTP/1.1 200", behind) == (second[:12], b"x /now/behind")
-        assert b"Content-Length: " in first
 
 
 # Order and cuts
@@ -615,54 +406,9 @@ def _receive_until_reset(connection: socket.socket) -> bytes:
 
 # Mutations
 
-SEEDS = [
-    get("/now/1", "Accept: */*\r\n"),
-    last("/now/2"),
-    b"POST /body/3 HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello",
-    CHUNKED + b"5;a=b\r\nhello\r\n0\r\nA: b\r\n\r\n",
-    b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nExpect: 100-continue\r\n\r\nhello",
-    b"GET http://y/now/4 HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
-    get("/slow/5?0") + get("/file?300"),
-    b"HEAD /file?300000 HTTP/1.1\r\nHost: x\r\n\r\n" + b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
-]
-BITS = [b"\r\n", b"\r", b"\n", b"\0", b" ", b"\t", b":", b",", b";", b"\xff", b"0", b"-", b"chunked", b"HTTP/1.0"]
-BITS += [b"\r\n\r\n", b"Content-Length: 3\r\n", b"Transfer-Encoding: chunked\r\n", b"GET /now/x HTTP/1.1\r\n", b"%"]
 
-
-def mutate(rng: random.Random) -> bytes:
-    data = b"".join(rng.choices(SEEDS, k=rng.randint(1, 3)))
-    for _ in range(rng.randint(1, 4)):
-        at, stop = sorted((rng.randrange(len(data) + 1), rng.randrange(len(data) + 1)))
-        match rng.randrange(5):
-            case 0:
-                data = data[:at] + rng.choice(BITS) + data[at:]
-            case 1:
-                data = data[:at] + rng.choice(BITS) + data[at + 1 :]
-            case 2:
-                data = data[:at] + data[min(stop, at + 9) :]
-            case 3:
-                data = data[:stop] + data[at:]
-            case _:
-                data = data[:at] + rng.randbytes(rng.randint(1, 4)) + data[at:]
-    return data
-
-
-def test_mutated_requests_harm_nobody(wire: Wire) -> None:
-    rng = random.Random(4869)
-    with wire.connect() as other:
-        for number in range(2000):
-            with wire.connect() as connection:
-                try:
-                    connection.sendall(mutate(rng))
-                    connection.shutdown(socket.SHUT_WR)
-                    if number % 3:
-                        receive_all(connection)
-                except ConnectionError:
-                    pass
-            if number % 20 == 0:
-                other.sendall(get(f"/now/marker-{number}"))
-                answer = other.recv(1000)
-                assert answer.endswith(f"x /now/marker-{number}".encode())
+def test_mutated_requests_harm_nobody(wire: Wire, server: Server, pair: tuple[str, str]) -> None:
+    targets = [WireTarget(wire), ImagesTarget(server)]
+    asyncio.run(Attack(targets, 4869, waits=pair[0] == "aiohttp").run(0, 2000 // MUTANTS, lambda _: None))
     wait_until(lambda: wire.open_blobs() == 0)
-    assert wire.process.poll() is None
-    assert wire.failures == []
+    assert [line for target in targets for line in target.failures()] == []

@@ -39,13 +39,21 @@ async def start_service(settings: Settings) -> AsyncIterator[tuple[Service, Read
             _check_formats(settings, ready)
             images = Images(_images_settings(settings), store, pool, Cache(settings.cache_size, weigh))
             try:
-                yield Service(images, logs.make_access_log() if settings.access_log else None), ready
+                access_log = logs.make_access_log() if settings.access_log else None
+                yield Service(images, access_log, (store.near or _Unchanging()).version), ready
             finally:
                 await images.drain()
         finally:
             await pool.stop()
     finally:
         await store.close()
+
+
+class _Unchanging:
+    """A store that is not near gives no answers that last until it changes."""
+
+    def version(self) -> int:
+        return 0
 
 
 def _check_formats(settings: Settings, ready: Ready) -> None:

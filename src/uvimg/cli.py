@@ -177,8 +177,9 @@ def _add_settings(parser: argparse.ArgumentParser, only: Sequence[str] | None = 
             parser.add_argument(declaration.name, nargs="*", default=None, metavar=choices, help=text)
         elif declaration.kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
-        elif declaration.separator == "\n":
-            group.add_argument(flag, action="append", metavar="LINE", help=text)
+        elif declaration.repeated:
+            metavar = "LINE" if declaration.separator == "\n" else "PLACE"
+            group.add_argument(flag, action="append", metavar=metavar, help=text)
         else:
             several = get_origin(declaration.kind) is tuple
             metavar = "A,B,…" if several else "|".join(declaration.choices) or _metavar(declaration)

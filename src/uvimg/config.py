@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from uvimg.core.access import parse_network, parse_rules
 from uvimg.core.formats import FORMATS
+from uvimg.core.place import check_places
 
 ENVIRONMENT_PREFIX = "UVIMG_"
 APPS = ("images",)
@@ -44,6 +45,8 @@ class Declaration:
     positional: bool
     # Between the items of a list where it comes as text.
     separator: str
+    # Whether its flag is given once for each item.
+    repeated: bool
 
     @property
     def allowed(self) -> str:
@@ -94,6 +97,7 @@ def _setting(
     check: Callable[[Any], object] | None = None,
     positional: bool = False,
     separator: str = ",",
+    repeated: bool = False,
 ) -> Any:
     metadata = {
         "group": group,
@@ -105,6 +109,7 @@ def _setting(
         "check": check,
         "positional": positional,
         "separator": separator,
+        "repeated": repeated,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -175,14 +180,36 @@ class Settings:
     )
     host: str = _setting("127.0.0.1", _SERVER, "Address to listen on; 0.0.0.0 or :: is every interface.")
     port: int = _setting(4869, _SERVER, "Port to listen on; 0 takes a free one.", low=0, high=65_535)
+    listen: tuple[str, ...] = _setting(
+        (),
+        _SERVER,
+        "Places to listen on instead of host and port: HOST:PORT, [::1]:PORT, :PORT (every interface), unix:/path, "
+        "fd:N (a socket that was opened before). The flag may be repeated.",
+        check=check_places,
+        repeated=True,
+    )
     front_end: Literal["aiohttp", "streams", "transport"] = _setting("aiohttp", _SERVER, "What speaks HTTP.")
     loop: Literal["uvloop", "asyncio"] = _setting("uvloop", _SERVER, "The event loop it runs on.")
     max_connections: int = _setting(20_000, _SERVER, "Connections at a time; more are closed.", low=1)
     backlog: int = _setting(
         4096, _SERVER, "Connections the kernel may hold until they are accepted.", low=1, high=65_535
     )
+    tls_certificate: str = _setting(
+        "",
+        _SERVER,
+        "PEM file with the certificate and its chain; with it every TCP address speaks TLS.",
+        check=_check_file,
+    )
+    tls_key: str = _setting("", _SERVER, "PEM file with the certificate's key, not encrypted.", check=_check_file)
     keepalive_s: float = _setting(75.0, _SERVER, "How long an idle connection is kept open.", low=1, unit="s")
     grace_s: float = _setting(30.0, _SERVER, "How long requests in flight may go on after SIGTERM.", low=0, unit="s")
+    drain_delay_s: float = _setting(
+        0.0,
+        _SERVER,
+        "How long it goes on as before after SIGTERM, while its health says 503 so that balancers look elsewhere.",
+        low=0,
+        unit="s",
+    )
     log: Literal["text", "json"] = _setting("text", _SERVER, "Form of the log on stderr.")
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", _SERVER, "The least that is logged.")
     access_log: bool = _setting(True, _SERVER, "Log one line for each request.")
@@ -195,6 +222,13 @@ class Settings:
         "Which renditions are kept in the store: 0 none, 1 all, 2 only those of scripted types (there are none yet).",
     )
     cache_size: int = _setting(64 << 20, _STORE, "Memory for renditions at hand; 0 for none.", low=0, unit="bytes")
+    memo_size: int = _setting(
+        64 << 20,
+        _STORE,
+        "Memory for whole answers to requests that repeat to the byte; 0 for none.",
+        low=0,
+        unit="bytes",
+    )
     format: Literal["jpeg", "png", "webp", "gif", "avif", "none"] = _setting(
         "jpeg", _IMAGES, "Format of a rendition where f is not given; none keeps the source's."
     )
@@ -217,6 +251,7 @@ class Settings:
         "Headers of every image. In the environment one a line; the flag may be repeated.",
         check=_check_each(parse_header),
         separator="\n",
+        repeated=True,
     )
     disable_args: bool = _setting(False, _IMAGES, "Ignore the parameters w, h, p, g, x, y, r, q and f.")
     disable_zoom_up: bool = _setting(False, _IMAGES, "Never enlarge: w and h are at most the image's own.")
@@ -319,7 +354,14 @@ def load(
         if value is not None:
             flag = key if key in by_name and by_name[key].positional else "--" + key.replace("_", "-")
             _put(values, by_name, key, value, f"from {flag}")
-    return Settings(**values)
+    settings = Settings(**values)
+    _check_together(settings)
+    return settings
+
+
+def _check_together(settings: Settings) -> None:
+    if bool(settings.tls_certificate) != bool(settings.tls_key):
+        raise ConfigError("tls_certificate and tls_key go together: give both or none")
 
 
 def _read_file(path: str) -> dict[str, Any]:

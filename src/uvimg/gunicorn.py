@@ -5,13 +5,14 @@ coroutine gives them in each of gunicorn's workers, on its loop: a runner, so th
 in a process of our own, gate, deadlines and last call included. Settings come from the environment and UVIMG_CONFIG.
 """
 
+import asyncio
 import contextlib
 import logging
 
 from aiohttp import web
 
 from uvimg import config, logs
-from uvimg.app import web_settings
+from uvimg.app import make_web_settings
 from uvimg.assembly import CannotStart, count_workers, start_service
 from uvimg.config import ConfigError, Settings
 from uvimg.core.errors import UvimgError
@@ -55,12 +56,14 @@ class _Runner(web.AppRunner):
 
     async def setup(self) -> None:
         try:
+            web_settings = make_web_settings(self._settings)
             service, ready = await self._started.enter_async_context(start_service(self._settings))
         except UvimgError as exc:
             raise _give_up(exc.detail) from exc
-        except (CannotStart, WorkerDied) as exc:
+        except (ConfigError, CannotStart, WorkerDied) as exc:
             raise _give_up(str(exc)) from exc
-        self._front_end = AiohttpFrontEnd(service, web_settings(self._settings))
+        self._service = service
+        self._front_end = AiohttpFrontEnd(service, web_settings)
         await self._front_end.start([])
         log.info(
             "ready (store %s, workers %d, libvips %s, confined by %s)",
@@ -69,6 +72,9 @@ class _Runner(web.AppRunner):
         )
 
     async def cleanup(self) -> None:
+        if self._front_end is not None:
+            self._service.draining = True
+            await asyncio.sleep(self._settings.drain_delay_s)
         log.info("stopping: requests in flight have %g s", self._settings.grace_s)
         for site in self.sites:
             await site.stop()

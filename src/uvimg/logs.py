@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 from aiohttp.http_exceptions import HttpProcessingError
 
-from uvimg.core.message import Request, Response
+from uvimg.core.message import Request
 from uvimg.service import AccessLog
 
 _access = logging.getLogger("uvimg.access")
@@ -34,14 +34,14 @@ def _is_our_fault(record: logging.LogRecord) -> bool:
 def make_access_log() -> AccessLog:
     """One line a request. The target is logged as it came, still encoded, so it cannot break the line."""
 
-    def write(request: Request, response: Response, seconds: float) -> None:
+    def write(request: Request, peer: str, status: int, size: int, seconds: float) -> None:
         told = {
             "method": _printable(request.method),
             "target": _printable(request.target),
-            "status": response.status,
-            "bytes": response.size,
+            "status": status,
+            "bytes": size,
             "ms": round(seconds * 1000, 2),
-            "peer": request.peer,
+            "peer": peer,
         }
         # A message too, for the log of somebody else's process.
         _access.info("%(peer)s %(method)s %(target)s %(status)d %(bytes)d B %(ms).2f ms", told, extra={"request": told})

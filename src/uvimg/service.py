@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from uvimg.core.errors import Overloaded, UvimgError
+from uvimg.core.errors import NotImplementedHere, Overloaded, UvimgError
 from uvimg.core.message import Request, Response
 
 log = logging.getLogger("uvimg")
 
-AccessLog = Callable[[Request, Response, float], None]
+# Request, peer, status, size of the body in bytes, seconds.
+AccessLog = Callable[[Request, str, int, int, float], None]
 
 
 class App(Protocol):
@@ -28,11 +29,17 @@ class App(Protocol):
 
 
 class Service:
-    """One app behind errors and the access log. `access_log` gets request, response and seconds."""
+    """One app behind errors and the access log. `access_log` has one call for each answer.
 
-    def __init__(self, app: App, access_log: AccessLog | None) -> None:
+    `version` is a number that changes with whatever answers that last are made of.
+    """
+
+    def __init__(self, app: App, access_log: AccessLog | None, version: Callable[[], int]) -> None:
         self._app = app
         self._access_log = access_log
+        self.version = version
+        # Whether it is about to stop: whoever shares out requests should look elsewhere.
+        self.draining = False
 
     def try_now(self, request: Request) -> Response | None:
         """The answer if it is at hand: a hit, a 304, a refusal. None means: `handle` it. Never waits."""
@@ -55,12 +62,18 @@ class Service:
         self._finish(request, response, started)
         return response
 
+    def repeat(self, request: Request, status: int, size: int, peer: str) -> None:
+        """An answer that lasts is given once more, to an equal request of `peer`."""
+        if self._access_log is not None:
+            self._access_log(request, peer, status, size, 0.0)
+
     def _refuse(self, request: Request, exc: Exception) -> Response:
         if not isinstance(exc, UvimgError):
             log.error("a request failed: %s %a", request.method, request.target, exc_info=exc)
             exc = UvimgError()
-        elif exc.status >= 500 and not isinstance(exc, Overloaded):
-            # Overload is told in the access log, once for each; a warning each would make it worse.
+        elif exc.status >= 500 and not isinstance(exc, Overloaded | NotImplementedHere):
+            # Overload is told in the access log, once for each; a warning each would make it worse. An unknown
+            # method is the client's.
             log.warning("%s %a: %s (%r)", request.method, request.target, exc.detail, exc.__cause__)
         try:
             return self._app.refuse(request, exc)
@@ -72,4 +85,4 @@ class Service:
         # What is served is what it says it is, to every browser.
         response.headers["X-Content-Type-Options"] = "nosniff"
         if self._access_log is not None:
-            self._access_log(request, response, time.perf_counter() - started)
+            self._access_log(request, request.peer, response.status, response.size, time.perf_counter() - started)

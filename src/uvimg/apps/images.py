@@ -158,7 +158,10 @@ class Images:
         match query:
             case Show() if self._store.near is not None:
                 self._admit(request, self._settings.download_rule)
-                return self._show_now(request, query)
+                response = self._show_now(request, query)
+                if response is not None and self._settings.download_rule.allows_everybody:
+                    response.lasts = "while the store is unchanged"
+                return response
             case Page() | Options():
                 return self._answer_page(request, query)
         return None
@@ -476,16 +479,19 @@ class Images:
     def _answer_page(self, request: Request, query: Page | Options) -> Response:
         match query:
             case Options(allow):
-                return Response(204, {"Allow": allow})
+                response = Response(204, {"Allow": allow})
             case Page("echo"):
-                return _html("<html><body><h1>zimg works!</h1></body></html>")
+                response = _html("<html><body><h1>zimg works!</h1></body></html>")
             case Page("favicon"):
-                return Response(200, {"Content-Type": "image/svg+xml", "Cache-Control": "max-age=86400"}, _FAVICON)
+                headers = {"Content-Type": "image/svg+xml", "Cache-Control": "max-age=86400"}
+                response = Response(200, headers, _FAVICON)
             case Page("admin"):
                 self._admit(request, self._settings.admin_rule)
                 return _page(self._settings.admin_page)
             case _:
-                return _page(self._settings.index_page)
+                response = _page(self._settings.index_page)
+        response.lasts = "always"
+        return response
 
 
 _FAVICON = (
@@ -665,7 +671,7 @@ _ZIMG_MESSAGES = (
 
 # zimg tells every error of these doors with 200. A client that reads its JSON goes on working; what a
 # proxy, a client library or the connection itself must see keeps its own status.
-_TOLD_BY_STATUS = frozenset({408, 409, 413, 417, 500, 503, 507})
+_TOLD_BY_STATUS = frozenset({408, 409, 413, 417, 500, 501, 503, 507})
 
 
 def _refuse(request: Request, error: UvimgError) -> Response:

@@ -141,6 +141,7 @@ class WorkerFailed(UvimgError):
 class NotImplementedHere(UvimgError):
     status = 501
     sentence = "That is not known here."
+    code = 2
 
 
 class Overloaded(UvimgError):

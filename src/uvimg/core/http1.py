@@ -32,6 +32,8 @@ MAX_FIELDS = 100
 MAX_CHUNK_EXTRA_BYTES = 16_384
 
 # Deadlines are absolute, not per read: a client that drips bytes gains nothing by it.
+# From a connection's first moment to the end of TLS's handshake.
+HANDSHAKE_S = 10.0
 # From a head's first byte to its last.
 HEAD_S = 15.0
 # A body must come at this rate after a start that is free: slower ones only hold a place.
@@ -42,6 +44,8 @@ WRITE_STALL_S = 15.0
 WRITE_STALL_BYTES = 16_384
 # After a refusal its body is read for so long, so that closing does not destroy the answer on its way.
 LINGER_S = 2.0
+# At the end idle connections are listened to for so long: a request may be on its way.
+LAST_CALL_S = 1.0
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -135,8 +139,15 @@ def parse_head(data: bytes) -> Head:
     if expect not in ("", "100-continue"):
         raise ExpectationFailed()
     return Head(
-        *(line.method, line.target, line.path, line.query),
-        *(headers, fields.length, keep_alive, bool(expect), line.is_1_0),
+        line.method,
+        line.target,
+        line.path,
+        line.query,
+        headers,
+        fields.length,
+        keep_alive,
+        bool(expect),
+        line.is_1_0,
     )
 
 

@@ -7,7 +7,7 @@ by ", " (RFC 9110 5.3), so a lookup sees all of it.
 import re
 from collections.abc import AsyncIterable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 from urllib.parse import unquote
 
 import msgspec
@@ -53,11 +53,15 @@ Content = bytes | FilePart
 
 @dataclass(slots=True)
 class Response:
-    """One answer. The front-end adds Content-Length, Date and Server, sends no body to HEAD, and releases it."""
+    """One answer. The front-end adds Content-Length, Date and Server, sends no body to HEAD, and releases it.
+
+    `lasts` tells for how long a request with the same head, whoever sends it, has the same answer.
+    """
 
     status: int
     headers: dict[str, str] = field(default_factory=dict)
     body: Content = b""
+    lasts: Literal["not", "while the store is unchanged", "always"] = "not"
 
     @property
     def size(self) -> int:

@@ -7,17 +7,19 @@ same parameters and differ in how they name things and tell errors.
 import re
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import parse_qsl
+from urllib.parse import unquote_plus
+
+import msgspec
 
 from uvimg.core.address import parse_id
-from uvimg.core.errors import BadParameter, BadRequest, MethodNotAllowed, NotFound
+from uvimg.core.errors import BadParameter, BadRequest, MethodNotAllowed, NotFound, NotImplementedHere
 from uvimg.core.formats import OUTPUT_FORMATS, OutputFormat, parse_output_format
 
 Face = Literal["zimg", "images"]
 
 
-@dataclass(frozen=True, slots=True)
-class Params:
+# These two are made for every new URL, and a frozen dataclass takes ten times as long to make.
+class Params(msgspec.Struct, frozen=True):
     """What is wanted of an image, as zimg names it; see the table of parameters in the README.
 
     w and h are 0, x and y are -1, q is 0 and f is "" where they are not given. `bare` is the image
@@ -47,8 +49,7 @@ class Params:
 _BARE = Params()
 
 
-@dataclass(frozen=True, slots=True)
-class Show:
+class Show(msgspec.Struct, frozen=True):
     """An image, or a rendition of it."""
 
     image_id: str
@@ -89,6 +90,9 @@ class Page:
 
 Query = Show | Describe | Remove | Upload | Options | Page
 
+# Those of RFC 9110 9.3 and PATCH (RFC 5789): what these may do somewhere is 405, others are nobody's.
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
+
 
 def face_of(path: str) -> Face:
     """Which face a path belongs to; it decides how errors are told."""
@@ -96,7 +100,15 @@ def face_of(path: str) -> Face:
 
 
 def route(method: str, path: str, query: str) -> Query:
-    """What is asked for. `path` is decoded, `query` is not. Raises NotFound, MethodNotAllowed, BadRequest."""
+    """What is asked for. `path` is decoded, `query` is not.
+
+    Raises NotFound, MethodNotAllowed, NotImplementedHere, BadRequest.
+    """
+    if method not in _METHODS:
+        raise NotImplementedHere("This method is not known here.")
+    if method == "OPTIONS" and path == "*":
+        # Of the server as a whole (RFC 9110 9.3.7).
+        return Options("GET, HEAD, POST, DELETE, OPTIONS")
     if face_of(path) == "images":
         return _route_images(method, path, query)
     return _route_zimg(method, path, query)
@@ -173,16 +185,21 @@ _INTEGER = re.compile(r"-?\d{1,9}", re.ASCII)
 
 
 def read_fields(query: str) -> dict[str, str]:
-    """The query's fields, the first of each name, as zimg took them; empty ones count as not given."""
-    if not query:
-        return {}
-    try:
-        pairs = parse_qsl(query, max_num_fields=50, errors="replace")
-    except ValueError:
-        raise BadRequest("The query has more than 50 parameters.") from None
+    """The query's fields, the first of each name, as zimg took them; empty ones count as not given.
+
+    Encoded as forms are (WHATWG URL, application/x-www-form-urlencoded).
+    """
+    pairs = query.split("&")
+    if len(pairs) > 50:
+        raise BadRequest("The query has more than 50 parameters.")
+    encoded = "%" in query or "+" in query
     fields: dict[str, str] = {}
-    for name, value in pairs:
-        fields.setdefault(name, value)
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        if encoded:
+            name, value = unquote_plus(name, errors="replace"), unquote_plus(value, errors="replace")
+        if value:
+            fields.setdefault(name, value)
     return fields
 
 

@@ -41,6 +41,9 @@ class Finding(msgspec.Struct, frozen=True):
 class Near(Protocol):
     """The reads of a store that can answer in this very call."""
 
+    def version(self) -> int:
+        """Another number after every change, whichever process made it; a change that was answered is counted."""
+
     def record(self, name: bytes) -> Record | None: ...
 
     def get(self, digest: Digest) -> Content | None:

@@ -296,6 +296,16 @@ class _Near:
         self._begin, self._names, self._small = env.begin, names, small
         self._blobs = f"{path}/blobs/"
 
+    def version(self) -> int:
+        # LMDB numbers its transactions. Without `with`, which would double the 0.5 µs that this takes.
+        try:
+            txn = self._begin()
+            version: int = txn.id()
+            txn.abort()
+        except lmdb.Error as exc:
+            raise _translate(exc) from exc
+        return version
+
     def record(self, name: bytes) -> Record | None:
         try:
             with self._begin(db=self._names) as txn:

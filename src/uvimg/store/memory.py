@@ -15,10 +15,14 @@ class MemoryStore:
         self._names: dict[bytes, Record] = {}
         self._blobs: dict[Digest, bytes] = {}
         self._counts: Counter[Digest] = Counter()
+        self._version = 0
 
     class _Near:
         def __init__(self, store: "MemoryStore") -> None:
             self._store = store
+
+        def version(self) -> int:
+            return self._store._version
 
         def record(self, name: bytes) -> Record | None:
             return self._store._names.get(name)
@@ -48,6 +52,7 @@ class MemoryStore:
             if not isinstance(blob, MemoryIncoming):
                 return None
             self._blobs[record.digest] = blob.content()
+        self._version += 1
         self._names[name] = record
         self._counts[record.digest] += 1
         if old is not None:
@@ -59,6 +64,7 @@ class MemoryStore:
         for name in names:
             old = self._names.get(name)
             if old is not None and digest in (None, old.digest):
+                self._version += 1
                 del self._names[name]
                 self._release(old)
                 taken.append(old)

@@ -1,7 +1,9 @@
 """Front-ends: bytes on a socket ↔ Request and Response. They translate, no more."""
 
+import asyncio
 import os
 import socket
+import ssl
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +18,12 @@ class WebSettings:
     grace_s: float
     backlog: int
     max_connections: int
+    memo_bytes: int
+    # For every listener but unix sockets.
+    tls: ssl.SSLContext | None = None
+
+    def tls_for(self, listener: socket.socket) -> ssl.SSLContext | None:
+        return None if listener.family == socket.AF_UNIX else self.tls
 
 
 class FrontEnd(Protocol):
@@ -24,7 +32,20 @@ class FrontEnd(Protocol):
     async def start(self, listeners: list[socket.socket]) -> None: ...
 
     async def stop(self) -> None:
-        """Accept nobody else, finish what is in flight within the grace, then close everything."""
+        """Accept nobody else, finish what is on its way or in flight within the grace, then close everything."""
+
+
+# Who comes by a unix socket has no address: a process of this machine, exactly like one that comes by loopback.
+LOCAL_PEER = "127.0.0.1"
+
+
+def name_peer(transport: asyncio.BaseTransport | None) -> str:
+    """The address of who is at the other end; "" of one that has gone already."""
+    name = None if transport is None else transport.get_extra_info("peername")
+    if isinstance(name, tuple):
+        return str(name[0])
+    connection = None if transport is None else transport.get_extra_info("socket")
+    return LOCAL_PEER if connection is not None and connection.family == socket.AF_UNIX else ""
 
 
 def read_part(part: FilePart, at: int, size: int) -> bytes:

@@ -9,6 +9,7 @@ the body.
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterable, AsyncIterator
 from typing import Any
 from urllib.parse import unquote
@@ -19,14 +20,15 @@ from aiohttp.http_exceptions import HttpProcessingError
 from uvimg.assembly import start_service
 from uvimg.config import Settings
 from uvimg.core.errors import BadRequest, RequestTimeout, UvimgError
-from uvimg.core.http1 import BODY_BYTES_PER_S, BODY_START_S, Head, parse_head, refuse_head
+from uvimg.core.http1 import BODY_BYTES_PER_S, BODY_START_S, HANDSHAKE_S, Head, parse_head, refuse_head
 from uvimg.core.message import FilePart, Request, Response
 from uvimg.service import Service
-from uvimg.web import WebSettings, read_part
+from uvimg.web import WebSettings, name_peer, read_part
+from uvimg.web.drain import Drain
 from uvimg.web.gate import Gate, Gates
+from uvimg.web.listen import close_servers
+from uvimg.web.tls import TlsTransport
 
-# How long an idle connection may still begin a request when the end has come: its client cannot know yet.
-_LAST_CALL_S = 1.0
 # When the grace is over: for tasks that have been told to end.
 _LAST_STEPS_S = 1.0
 # Files are sent in such pieces. A large one is read in a thread: a disk may take its time.
@@ -85,7 +87,7 @@ class _Mounted:
             raise web.HTTPNotFound
         body = _read_body(incoming, head, None) if head.has_body else _NOTHING
         path = head.path[len(self.prefix) :]
-        request = _make_request(head, incoming.remote or "", body, path, self.prefix)
+        request = _make_request(head, incoming.remote or name_peer(incoming.transport), body, path, self.prefix)
         response = self.service.try_now(request)
         if response is None:
             response = await self.service.handle(request)
@@ -108,15 +110,15 @@ def _spell(incoming: web.BaseRequest) -> bytes:
 
 
 class AiohttpFrontEnd:
-    """See `FrontEnd`."""
+    """See `FrontEnd`. `server` makes the protocol of a connection, and counts requests, for who listens himself."""
 
     def __init__(self, service: Service, settings: WebSettings) -> None:
         self._service, self._settings = service, settings
-        self._listening: list[asyncio.Server] = []
-        self._stopping = False
+        self._servers: list[asyncio.Server] = []
+        self._listeners: list[socket.socket] = []
+        self._drain = Drain()
 
     async def start(self, listeners: list[socket.socket]) -> None:
-        loop = asyncio.get_running_loop()
         self.server = _GatedServer(
             self._handle,
             # A client that goes away frees what works for it.
@@ -129,21 +131,19 @@ class AiohttpFrontEnd:
             # Ours says the same for every front-end.
             access_log=None,
         )
-        self.gates = self.server.gates = Gates(self.server.make_handler, self._settings.max_connections)
+        self.server.gates = Gates(self.server.make_inner, self._settings.max_connections, self._drain)
+        self.server.tls = self._settings.tls
+        self._listeners = listeners
+        loop = asyncio.get_running_loop()
         for listener in listeners:
-            server = await loop.create_server(self.server, sock=listener, backlog=self._settings.backlog)
-            self._listening.append(server)
+            make = self.server.make_gate if self._settings.tls_for(listener) is None else self.server
+            self._servers.append(await loop.create_server(make, sock=listener, backlog=self._settings.backlog))
 
     async def stop(self) -> None:
-        loop = asyncio.get_running_loop()
-        end = loop.time() + self._settings.grace_s
-        for server in self._listening:
-            server.close()
-        self._stopping = True
-        await self.gates.all_gone(min(_LAST_CALL_S, self._settings.grace_s))
-        self.gates.finish()
-        await self.gates.all_gone(end - loop.time())
-        await self.gates.close()
+        await close_servers(self._servers, self._listeners)
+        gates = self.server.gates
+        await self._drain.run(gates.all_closed, gates.close_idle, self._settings.grace_s)
+        await gates.close()
         await self.server.shutdown(_LAST_STEPS_S)
 
     async def _handle(self, incoming: web.BaseRequest) -> web.StreamResponse:
@@ -167,7 +167,8 @@ class AiohttpFrontEnd:
         try:
             response.headers["Server"] = "uvimg"
             answer = _encode(response)
-            if (self._stopping and not gate.has_more) or (body and not incoming.content.at_eof()):
+            last = self._drain.is_over or (self._drain.begun and not gate.has_more)
+            if last or (body and not incoming.content.at_eof()):
                 answer.force_close()
             if isinstance(answer, _FileAnswer):
                 # aiohttp would do so behind us; here it is known when all of it has been written.
@@ -180,15 +181,20 @@ class AiohttpFrontEnd:
 
 
 class _GatedServer(web.Server):
-    """aiohttp's server, which makes a gate for each connection, and aiohttp's own handler behind it."""
+    """aiohttp's server, which makes a gate for each connection, aiohttp's own handler behind it, and TLS before it."""
 
     gates: Gates
+    tls: ssl.SSLContext | None
 
-    def make_handler(self) -> web.RequestHandler:
+    def make_inner(self) -> web.RequestHandler:
         return super().__call__()
 
-    def __call__(self) -> Gate:  # type: ignore[override]
+    def make_gate(self) -> Gate:
         return Gate(self.gates)
+
+    def __call__(self) -> Gate | TlsTransport:  # type: ignore[override]
+        gate = self.make_gate()
+        return gate if self.tls is None else TlsTransport(self.tls, HANDSHAKE_S, gate)
 
 
 def _make_request(head: Head, peer: str, body: AsyncIterable[bytes], path: str, prefix: str) -> Request:

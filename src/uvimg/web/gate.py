@@ -26,6 +26,8 @@ from uvimg.core.http1 import (
     check_start,
     parse_head,
 )
+from uvimg.web import name_peer
+from uvimg.web.drain import Drain
 
 # What may wait behind requests that are being answered, in bytes; and in requests that aiohttp has been told of.
 _MAX_AHEAD_BYTES = 131_072
@@ -46,39 +48,31 @@ _TOLD = {
 class Gates:
     """All connections of one front-end. `make_inner` makes aiohttp's handler of one."""
 
-    def __init__(self, make_inner: Callable[[], asyncio.Protocol], max_connections: int) -> None:
-        self.make_inner, self.max_connections = make_inner, max_connections
+    def __init__(self, make_inner: Callable[[], asyncio.Protocol], max_connections: int, drain: Drain) -> None:
+        self.make_inner, self.max_connections, self.drain = make_inner, max_connections, drain
         self.open: set[Gate] = set()
         self.loop = asyncio.get_running_loop()
-        # Nothing new is begun on any connection.
-        self.finishing = False
-        self._gone = asyncio.Event()
+        self._changed = asyncio.Event()
         self._watching = asyncio.create_task(self._watch())
 
     def forget(self, gate: "Gate") -> None:
         self.open.discard(gate)
-        if not self.open:
-            self._gone.set()
+        self._changed.set()
 
-    async def all_gone(self, timeout_s: float) -> None:
-        """Wait until the last connection has gone, or for so long."""
-        if self.open:
-            self._gone.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._gone.wait()
+    async def all_closed(self) -> None:
+        while self.open:
+            self._changed.clear()
+            await self._changed.wait()
 
-    def finish(self) -> None:
-        """What has been begun is finished; every connection is closed behind it."""
-        self.finishing = True
+    def close_idle(self) -> None:
         for gate in list(self.open):
-            gate.finish()
+            gate.close_idle()
 
     async def close(self) -> None:
         self._watching.cancel()
         for gate in list(self.open):
             gate.abort()
-        await asyncio.gather(self._watching, return_exceptions=True)
+        await asyncio.gather(self._watching, self.all_closed(), return_exceptions=True)
 
     async def _watch(self) -> None:
         """End what is past its deadline. One look at all of them costs less than a timer for each step of each."""
@@ -128,13 +122,10 @@ class Gate(asyncio.Protocol, asyncio.Transport):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclass of asyncio's.
         outer = self._outer = cast(asyncio.Transport, transport)
-        peer = transport.get_extra_info("peername")
-        # One that has gone already has no name.
-        if peer is None or len(self._gates.open) >= self._gates.max_connections:
+        self.peer = name_peer(transport)
+        if not self.peer or len(self._gates.open) >= self._gates.max_connections:
             outer.abort()
             return
-        # A Unix socket's other end has no address.
-        self.peer = str(peer[0]) if isinstance(peer, tuple) else ""
         with contextlib.suppress(OSError):
             # As web/listen.py does for its own listeners, and says why; gunicorn brings others.
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 131_072)
@@ -168,7 +159,8 @@ class Gate(asyncio.Protocol, asyncio.Transport):
             data = self._buffer + data
         elif (
             # Nearly always it is one whole head and nothing else.
-            data.find(b"\r\n\r\n") == len(data) - 4
+            len(data) > 4
+            and data.find(b"\r\n\r\n") == len(data) - 4
             and not self._left
             and self._chunks is None
             and len(self._heads) < _MAX_AHEAD
@@ -285,20 +277,16 @@ class Gate(asyncio.Protocol, asyncio.Transport):
         self._unanswered -= 1
         self._working = False
         self._reader = None
-        if not self._unanswered and (self._ended or self._gates.finishing):
+        if not self._unanswered and (self._ended or (self._gates.drain.is_over and not self._in_head)):
             # Behind the call that aiohttp writes it in.
             self._loop.call_soon(self.close)
 
     # Ends
 
-    def finish(self) -> None:
-        """What is in flight is finished, and nothing else begun."""
-        if self._closing:
-            return
-        self._last = True
-        self._buffer, self.deadline = b"", math.inf
-        if not self._unanswered and self._outer is not None:
-            self._closing = True
+    def close_idle(self) -> None:
+        """Unless a request is in flight; a head that has begun is one."""
+        if self._outer is not None and not (self._closing or self._unanswered or self._in_head):
+            self._last = self._closing = True
             self._outer.close()
 
     def expire(self, now: float) -> None:

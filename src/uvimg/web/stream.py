@@ -7,8 +7,11 @@ and not while as much is read ahead as may be: back-pressure is the socket's own
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from typing import Self
+
+from uvimg.web.tls import RECORD_BYTES, Tls
 
 _PIECE_BYTES = 65_536
 _MAX_AHEAD_BYTES = 131_072
@@ -28,6 +31,9 @@ class Stream:
         # Who waits for bytes, and who for the end.
         self._waiting: list[asyncio.Future[None]] = []
         self._watch()
+
+    async def open(self) -> None:
+        """Whatever has to be said before the first byte can be read."""
 
     async def read(self, most: int = _PIECE_BYTES) -> bytes:
         """Some bytes, at least one and at most `most`; none at the end."""
@@ -128,13 +134,12 @@ class Stream:
     def _take(self) -> None:
         """The socket has something to be read."""
         try:
-            data = self._socket.recv(_PIECE_BYTES)
+            data, self._ended = self._receive()
         except BlockingIOError:
             return
         except OSError as exc:
-            self._broken, data = exc, b""
+            self._broken, data, self._ended = exc, b"", True
         self._buffer += data
-        self._ended = not data
         if self._ended or len(self._buffer) >= _MAX_AHEAD_BYTES:
             self._loop.remove_reader(self._socket)
             self._watched = False
@@ -142,3 +147,73 @@ class Stream:
             if not future.done():
                 future.set_result(None)
         self._waiting.clear()
+
+    def _receive(self) -> tuple[bytes, bool]:
+        """What has come, and whether it was the last."""
+        data = self._socket.recv(_PIECE_BYTES)
+        return data, not data
+
+
+class TlsStream(Stream):
+    """A stream whose bytes go through TLS. What is written counts as taken when all of its record has gone."""
+
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext) -> None:
+        self._tls = Tls(context)
+        # Records on their way, in order, and how many of the bytes to be written stand in them.
+        self._unsent = b""
+        self._sealed = 0
+        self._sending = False
+        super().__init__(connection)
+
+    async def open(self) -> None:
+        while not self._tls.established:
+            if self._ended:
+                raise self._broken or EOFError
+            await self._change()
+
+    def write_now(self, data: bytes | memoryview) -> int:
+        taken = 0
+        while True:
+            self._send()
+            if self._unsent or self._sending:
+                # Whoever tries again begins with the bytes that are sealed already.
+                return taken
+            taken += self._sealed
+            self._sealed = 0
+            if taken >= len(data):
+                return taken
+            piece = memoryview(data)[taken : taken + RECORD_BYTES]
+            self._unsent, self._sealed = self._tls.seal(piece), len(piece)
+
+    async def write(self, data: bytes | memoryview) -> None:
+        taken = self.write_now(data)
+        while taken < len(data):
+            records, self._unsent, self._sending = self._unsent, b"", True
+            try:
+                await self._loop.sock_sendall(self._socket, records)
+            finally:
+                self._sending = False
+            taken += self.write_now(memoryview(data)[taken:])
+
+    def end(self) -> None:
+        self._unsent += self._tls.end()
+        self._send()
+        super().end()
+
+    def _receive(self) -> tuple[bytes, bool]:
+        data, ended = super()._receive()
+        try:
+            plain = self._tls.receive(data)
+        finally:
+            # Also what tells the peer why it was refused.
+            self._unsent += self._tls.take()
+            self._send()
+        return plain, ended or self._tls.ended
+
+    def _send(self) -> None:
+        """As much as there is room for. Not into a record that is on its way."""
+        while self._unsent and not self._sending:
+            sent = super().write_now(self._unsent)
+            if not sent:
+                return
+            self._unsent = self._unsent[sent:]

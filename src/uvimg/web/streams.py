@@ -17,6 +17,7 @@ from uvimg.core.errors import BadRequest, RequestTimeout, UvimgError
 from uvimg.core.http1 import (
     BODY_BYTES_PER_S,
     BODY_START_S,
+    HANDSHAKE_S,
     HEAD_S,
     LINGER_S,
     WRITE_STALL_BYTES,
@@ -31,14 +32,16 @@ from uvimg.core.http1 import (
 from uvimg.core.message import FilePart, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.service import Service
-from uvimg.web import WebSettings, read_part
-from uvimg.web.stream import Stream
+from uvimg.web import LOCAL_PEER, WebSettings, read_part
+from uvimg.web.drain import Drain
+from uvimg.web.stream import Stream, TlsStream
 
 log = logging.getLogger("uvimg.web")
 
 # Files are sent in such pieces. A large one is read in a thread: a disk may take its time.
 _PIECE_BYTES = 262_144
 _READ_AT_ONCE_BYTES = 1 << 20
+_ACCEPT_AT_ONCE = 100
 # How late a deadline may be noticed.
 _WATCH_S = 0.25
 
@@ -48,29 +51,38 @@ class StreamsFrontEnd:
 
     def __init__(self, service: Service, settings: WebSettings) -> None:
         self._service, self._settings = service, settings
-        self._accepting: list[asyncio.Task[None]] = []
+        self._drain = Drain()
+        self._listeners: list[socket.socket] = []
         self._talking: dict[asyncio.Task[None], _Conversation] = {}
 
     async def start(self, listeners: list[socket.socket]) -> None:
         for listener in listeners:
             listener.setblocking(False)
             listener.listen(self._settings.backlog)
-            self._accepting.append(asyncio.create_task(self._accept(listener)))
+            self._listeners.append(listener)
+            self._hear(listener)
         self._watching = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
-        for task in self._accepting:
-            task.cancel()
-        await asyncio.gather(*self._accepting, return_exceptions=True)
-        for task, conversation in self._talking.items():
-            conversation.last = True
-            if conversation.idle:
-                task.cancel()
-        if self._talking:
-            await asyncio.wait(self._talking, timeout=self._settings.grace_s)
+        loop = asyncio.get_running_loop()
+        for listener in self._listeners:
+            loop.remove_reader(listener)
+            # Whoever waits in the queue is let in: closing would reset the connection.
+            self._accept(listener)
+            listener.close()
+        await self._drain.run(self._all_closed, self._close_idle, self._settings.grace_s)
         for task in [*self._talking, self._watching]:
             task.cancel()
         await asyncio.gather(*self._talking, self._watching, return_exceptions=True)
+
+    async def _all_closed(self) -> None:
+        while self._talking:
+            await asyncio.wait(self._talking)
+
+    def _close_idle(self) -> None:
+        for task, conversation in self._talking.items():
+            if conversation.idle:
+                task.cancel()
 
     async def _watch(self) -> None:
         """End what is past its deadline. One look at all of them costs less than a timer for each step of each."""
@@ -82,28 +94,39 @@ class StreamsFrontEnd:
                 if conversation.deadline < now:
                     conversation.expire(task)
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        with listener:
-            while True:
-                try:
-                    connection, peer = await loop.sock_accept(listener)
-                except OSError as exc:
-                    # Out of descriptors, say: those in use will be given back.
-                    log.warning("a connection could not be accepted: %s", exc)
-                    await asyncio.sleep(0.1)
-                    continue
-                if len(self._talking) >= self._settings.max_connections:
-                    connection.close()
-                    continue
-                with contextlib.suppress(OSError):
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                conversation = _Conversation(
-                    self._service, Stream(connection), str(peer[0]), self._settings.keepalive_s
-                )
-                task = asyncio.create_task(conversation.hold())
-                self._talking[task] = conversation
-                task.add_done_callback(self._forget)
+    def _hear(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Let in who waits; not in one call, while others wait to be served, more than a few."""
+        for _ in range(_ACCEPT_AT_ONCE):
+            try:
+                connection, peer = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as exc:
+                # Out of descriptors, say: those in use will be given back.
+                log.warning("a connection could not be accepted: %s", exc)
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(listener)
+                loop.call_later(0.1, self._hear, listener)
+                return
+            if len(self._talking) >= self._settings.max_connections:
+                connection.close()
+                continue
+            self._welcome(listener, connection, peer)
+
+    def _welcome(self, listener: socket.socket, connection: socket.socket, peer: tuple[str, int] | str) -> None:
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tls = self._settings.tls_for(listener)
+        stream = Stream(connection) if tls is None else TlsStream(connection, tls)
+        address = peer[0] if isinstance(peer, tuple) else LOCAL_PEER
+        conversation = _Conversation(self._service, stream, address, self._settings.keepalive_s, self._drain)
+        task = asyncio.create_task(conversation.hold())
+        self._talking[task] = conversation
+        task.add_done_callback(self._forget)
 
     def _forget(self, task: "asyncio.Task[None]") -> None:
         # Also of a task that was cancelled before it began.
@@ -115,11 +138,12 @@ class StreamsFrontEnd:
 class _Conversation:
     """One connection from its first head to its end."""
 
-    def __init__(self, service: Service, stream: Stream, peer: str, keepalive_s: float) -> None:
+    def __init__(self, service: Service, stream: Stream, peer: str, keepalive_s: float, drain: Drain) -> None:
         self._service, self._stream, self._peer, self._keepalive_s = service, stream, peer, keepalive_s
+        self._drain = drain
         self.idle = True
         # Whether the answer at hand is the last one on this connection.
-        self.last = False
+        self._last = False
         # In the loop's time.
         self.deadline = math.inf
         self._expired = False
@@ -152,7 +176,9 @@ class _Conversation:
     async def hold(self) -> None:
         async with self._stream as stream:
             with contextlib.suppress(OSError, EOFError, TimeoutError):
-                while not self.last:
+                with self.within(HANDSHAKE_S):
+                    await stream.open()
+                while not (self._last or self._drain.is_over):
                     head = await self._read_head(stream)
                     if head is not None:
                         await self._answer(stream, head)
@@ -182,7 +208,7 @@ class _Conversation:
 
     async def _refuse(self, stream: Stream, error: UvimgError) -> None:
         """Say why a head is none; nothing behind it can be told apart."""
-        self.last = True
+        self._last = True
         await self._send(stream, refuse_head(error), None)
 
     async def _answer(self, stream: Stream, head: Head) -> None:
@@ -193,7 +219,7 @@ class _Conversation:
         response = self._service.try_now(request)
         if response is None:
             response = await (self._service.handle(request) if head.has_body else self._work(stream, request))
-        self.last = self.last or not head.keep_alive or not body.ended
+        self._last = self._last or not head.keep_alive or not body.ended or self._drain.begun
         try:
             await self._send(stream, response, head)
         finally:
@@ -222,7 +248,7 @@ class _Conversation:
         start = encode_head(
             response,
             http_date(int(time.time())),
-            keep_alive=not self.last,
+            keep_alive=not self._last,
             is_1_0=head is not None and head.is_1_0,
         )
         body = response.body

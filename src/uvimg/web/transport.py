@@ -1,5 +1,6 @@
 """The transport front-end: a Protocol on the loop's transports. What is at hand is answered in the very call
-in which its bytes arrived: no task, one write for all the requests that came together, in their order.
+in which its bytes arrived: no task, one write for all the requests that came together, in their order. A head
+that came before, to the byte, is not even read (web/memo.py).
 
 What takes waiting (a body, a rendition to be made, a large file) has a task of its connection's own, and the
 requests behind it wait in the buffer, which is bounded: above its mark the socket is not read. Nor is it while
@@ -11,14 +12,17 @@ import contextlib
 import logging
 import math
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import cast
 
 from uvimg.core.errors import BadRequest, RequestTimeout, UvimgError
 from uvimg.core.http1 import (
     BODY_BYTES_PER_S,
     BODY_START_S,
+    HANDSHAKE_S,
     HEAD_S,
     LINGER_S,
     WRITE_STALL_BYTES,
@@ -33,7 +37,11 @@ from uvimg.core.http1 import (
 from uvimg.core.message import FilePart, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.service import Service
-from uvimg.web import WebSettings, read_part
+from uvimg.web import WebSettings, name_peer, read_part
+from uvimg.web.drain import Drain
+from uvimg.web.listen import close_servers
+from uvimg.web.memo import Memo
+from uvimg.web.tls import TlsTransport
 
 log = logging.getLogger("uvimg.web")
 
@@ -45,6 +53,8 @@ _READ_AT_ONCE_BYTES = 262_144
 _PIECE_BYTES = 262_144
 # How late a deadline may be noticed.
 _WATCH_S = 0.25
+# Longer heads are not worth remembering.
+_LONGEST_KNOWN_BYTES = 1024
 
 
 class TransportFrontEnd:
@@ -52,32 +62,48 @@ class TransportFrontEnd:
 
     def __init__(self, service: Service, settings: WebSettings) -> None:
         self.service, self.settings = service, settings
+        self.memo = Memo(service, settings.memo_bytes)
         self.connections: set[_Connection] = set()
+        self._changed = asyncio.Event()
+        self.drain = Drain()
         self._servers: list[asyncio.Server] = []
 
     async def start(self, listeners: list[socket.socket]) -> None:
         loop = asyncio.get_running_loop()
+        self._listeners = listeners
         for listener in listeners:
-            server = await loop.create_server(
-                lambda: _Connection(self, loop), sock=listener, backlog=self.settings.backlog
-            )
-            self._servers.append(server)
+            tls = self.settings.tls_for(listener)
+            make = self._connect if tls is None else partial(self._connect_by_tls, tls)
+            self._servers.append(await loop.create_server(make, sock=listener, backlog=self.settings.backlog))
         self._watching = asyncio.create_task(self._watch())
 
+    def _connect(self) -> "_Connection":
+        return _Connection(self, asyncio.get_running_loop())
+
+    def _connect_by_tls(self, context: ssl.SSLContext) -> TlsTransport:
+        return TlsTransport(context, HANDSHAKE_S, self._connect())
+
     async def stop(self) -> None:
-        for server in self._servers:
-            server.close()
-        deadline = time.monotonic() + self.settings.grace_s
-        for connection in list(self.connections):
-            connection.finish()
-        while self.connections and time.monotonic() < deadline:
-            closed = [connection.closed for connection in self.connections]
-            await asyncio.wait(closed, timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
+        self.memo.stop()
+        await close_servers(self._servers, self._listeners)
+        await self.drain.run(self._all_closed, self._close_idle, self.settings.grace_s)
         self._watching.cancel()
-        left = [connection.closed for connection in self.connections]
         for connection in list(self.connections):
             connection.abort()
-        await asyncio.gather(self._watching, *left, return_exceptions=True)
+        await self._all_closed()
+
+    def forget(self, connection: "_Connection") -> None:
+        self.connections.discard(connection)
+        self._changed.set()
+
+    async def _all_closed(self) -> None:
+        while self.connections:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _close_idle(self) -> None:
+        for connection in list(self.connections):
+            connection.close_idle()
 
     async def _watch(self) -> None:
         """End what is past its deadline. One look at all of them costs less than a timer for each step of each."""
@@ -85,15 +111,25 @@ class TransportFrontEnd:
         while True:
             await asyncio.sleep(_WATCH_S)
             now = loop.time()
-            for connection in [each for each in self.connections if min(each.deadline, each.write_deadline) < now]:
-                connection.expire(now)
+            for connection in list(self.connections):
+                if connection.answered:
+                    connection.rest(now)
+                elif connection.deadline < now or connection.write_deadline < now:
+                    connection.expire(now)
 
 
 class _Connection(asyncio.Protocol):
     """One connection from its first head to its end."""
 
+    # There may be tens of thousands.
+    __slots__ = (
+        *("_body", "_buffer", "_front_end", "_in_head", "_last", "_lingering", "_loop", "_peer", "_reading"),
+        *("_recall", "_resumed", "_searched", "_task", "_transport", "_untaken", "_writable"),
+        *("answered", "deadline", "now", "write_deadline"),
+    )
+
     def __init__(self, front_end: TransportFrontEnd, loop: asyncio.AbstractEventLoop) -> None:
-        self._front_end, self._service = front_end, front_end.service
+        self._front_end, self._recall = front_end, front_end.memo.recall
         self._loop, self.now = loop, loop.time
         self._transport: asyncio.Transport | None = None
         self._buffer = b""
@@ -103,8 +139,8 @@ class _Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._body: _Body | None = None
         # Whether the kernel has all that was written.
-        self._writable = asyncio.Event()
-        self._writable.set()
+        self._writable = True
+        self._resumed: asyncio.Future[None] | None = None
         self._reading = True
         # Nothing more is read as a request: the last answer has been written or is being worked on.
         self._last = False
@@ -114,27 +150,26 @@ class _Connection(asyncio.Protocol):
         # Until when the client must have sent what is awaited, and until when taken what was written.
         self.deadline = self.write_deadline = math.inf
         self._untaken = 0
-        self.closed: asyncio.Future[None] = loop.create_future()
+        # Since a watcher last looked, there was an answer from memory: it is idle from then on.
+        self.answered = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclass of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
-        peer = transport.get_extra_info("peername")
-        # One that has gone already has no name.
-        if not peer or len(self._front_end.connections) >= self._front_end.settings.max_connections:
+        self._peer = name_peer(transport)
+        if not self._peer or len(self._front_end.connections) >= self._front_end.settings.max_connections:
             self._transport.abort()
             return
-        self._peer = str(peer[0])
         self._transport.set_write_buffer_limits(high=0)
         self._front_end.connections.add(self)
-        self._rest()
+        self.rest(self.now())
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._last = True
         self._buffer = b""
         self.deadline = self.write_deadline = math.inf
-        self._writable.set()
+        self._resume()
         if self._body is not None:
             self._body.break_off()
         if self._task is None:
@@ -145,10 +180,22 @@ class _Connection(asyncio.Protocol):
             self._task.add_done_callback(self._end)
 
     def _end(self, _: object = None) -> None:
-        self._front_end.connections.discard(self)
-        self.closed.set_result(None)
+        self._front_end.forget(self)
 
     def data_received(self, data: bytes) -> None:
+        # Nearly all requests of a busy service came before, to the byte, and stand alone.
+        if self._task is None and not self._buffer and self._writable and not self._last:
+            known = self._recall(data, self._peer)
+            if known is not None:
+                assert self._transport is not None
+                self.answered = True
+                self._transport.write(known.whole)
+                if known.last:
+                    self._linger()
+                return
+        self._receive(data)
+
+    def _receive(self, data: bytes) -> None:
         if self._lingering:
             return
         if self._body is not None:
@@ -170,7 +217,7 @@ class _Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         assert self._transport is not None
-        self._writable.clear()
+        self._writable = False
         self._untaken = self._transport.get_write_buffer_size()
         self.write_deadline = self.now() + WRITE_STALL_S
         if self._body is None:
@@ -178,7 +225,7 @@ class _Connection(asyncio.Protocol):
         self.regulate()
 
     def resume_writing(self) -> None:
-        self._writable.set()
+        self._resume()
         self.write_deadline = math.inf
         if self._lingering:
             self._loop.call_soon(self._end_writing)
@@ -186,12 +233,22 @@ class _Connection(asyncio.Protocol):
             self._advance()
         self.regulate()
 
+    def _resume(self) -> None:
+        self._writable = True
+        if self._resumed is not None and not self._resumed.done():
+            self._resumed.set_result(None)
+
+    async def _until_writable(self) -> None:
+        while not self._writable:
+            self._resumed = self._loop.create_future()
+            await self._resumed
+
     # Ends
 
-    def finish(self) -> None:
-        """What is in flight is finished, and nothing else begun."""
-        self._last = True
-        if self._task is None and not self._lingering and self._transport is not None:
+    def close_idle(self) -> None:
+        """Unless a request is in flight; a head that has begun is one."""
+        if self._task is None and not (self._lingering or self._in_head) and self._transport is not None:
+            self._last = True
             self._transport.close()
 
     def abort(self) -> None:
@@ -217,10 +274,12 @@ class _Connection(asyncio.Protocol):
     def _allow(self, seconds: float) -> None:
         self.deadline = self.now() + seconds
 
-    def _rest(self) -> None:
-        """Between requests."""
-        self._in_head = False
-        self._allow(self._front_end.settings.keepalive_s)
+    def rest(self, now: float) -> None:
+        """Between requests, unless something else has begun since."""
+        self.answered = False
+        if self._task is None and not self._buffer and self._writable and not self._last:
+            self._in_head = False
+            self.deadline = now + self._front_end.settings.keepalive_s
 
     def regulate(self) -> None:
         """Read the socket only where there is a place for what comes."""
@@ -229,7 +288,7 @@ class _Connection(asyncio.Protocol):
         if self._body is not None:
             wanted = self._body.has_room
         else:
-            wanted = self._lingering or (self._writable.is_set() and len(self._buffer) <= _MAX_AHEAD_BYTES)
+            wanted = self._lingering or (self._writable and len(self._buffer) <= _MAX_AHEAD_BYTES)
         if wanted != self._reading:
             self._reading = wanted
             if wanted:
@@ -244,13 +303,12 @@ class _Connection(asyncio.Protocol):
         data, at = self._buffer, 0
         written: list[bytes] = []
         size = 0
-        while at < len(data) and self._task is None and not self._last and self._writable.is_set():
+        while at < len(data) and self._task is None and not self._last and self._writable:
             end = data.find(b"\r\n\r\n", at or self._searched) + 4
             if end < 4:
                 break
             try:
-                head = parse_head(data[at:end])
-                answer = self._begin(head)
+                answer = self._begin(data[at:end])
             except UvimgError as exc:
                 self._write(written)
                 self._refuse(exc)
@@ -272,7 +330,7 @@ class _Connection(asyncio.Protocol):
                 behind, self._buffer = self._buffer, b""
                 self._body.feed(behind)
             self.regulate()
-        elif not self._writable.is_set():
+        elif not self._writable:
             pass
         elif self._last:
             self._linger()
@@ -281,7 +339,10 @@ class _Connection(asyncio.Protocol):
 
     def _await_head(self) -> None:
         if not self._buffer:
-            self._rest()
+            if self._front_end.drain.is_over:
+                self._linger()
+            else:
+                self.rest(self.now())
             return
         try:
             check_start(self._buffer)
@@ -294,17 +355,27 @@ class _Connection(asyncio.Protocol):
             self._in_head = True
             self._allow(HEAD_S)
 
-    def _begin(self, head: Head) -> bytes | None:
+    def _begin(self, data: bytes) -> bytes | None:
         """The answer to a request, where it is at hand; else a task begins with it."""
+        if (known := self._recall(data, self._peer)) is not None:
+            self._last = known.last
+            return known.whole
+        head = parse_head(data)
+        memo, version = self._front_end.memo, None
+        if not head.has_body and len(data) <= _LONGEST_KNOWN_BYTES:
+            version = memo.begin(data)
         body = _Body(self, head) if head.has_body else None
         request = Request(
             *(head.method, head.target, head.path, head.query, head.headers, self._peer, head.length),
             _nothing() if body is None else aiter(body),
         )
-        response = self._service.try_now(request)
+        response = self._front_end.service.try_now(request)
         if response is not None and body is None and _is_at_hand(response):
-            self._last = self._last or not head.keep_alive
-            return self._encode(response, head)
+            self._last = self._last or not head.keep_alive or self._front_end.drain.begun
+            answer = self._encode(response, head)
+            if version is not None:
+                memo.keep(data, version, answer, self._last, request, response)
+            return answer
         self.deadline = math.inf
         self._body = body
         self._task = self._loop.create_task(self._work(request, response, head, body))
@@ -334,8 +405,9 @@ class _Connection(asyncio.Protocol):
         """One request that takes waiting, to the end of its answer."""
         try:
             if response is None:
-                response = await self._service.handle(request)
-            self._last = self._last or not head.keep_alive or (body is not None and not body.ended)
+                response = await self._front_end.service.handle(request)
+            unread = body is not None and not body.ended
+            self._last = self._last or not head.keep_alive or unread or self._front_end.drain.begun
             await self._send(response, head)
         except Exception:
             log.exception("a connection failed")
@@ -353,7 +425,7 @@ class _Connection(asyncio.Protocol):
         self.regulate()
 
     async def _send(self, response: Response, head: Head) -> None:
-        await self._writable.wait()
+        await self._until_writable()
         part = response.body
         if not isinstance(part, FilePart) or head.method == "HEAD" or _is_at_hand(response):
             self._write([self._encode(response, head)])
@@ -361,7 +433,7 @@ class _Connection(asyncio.Protocol):
         start = self._encode_head(response, head)
         for at in range(0, part.size, _PIECE_BYTES):
             piece = await asyncio.to_thread(read_part, part, at, min(_PIECE_BYTES, part.size - at))
-            await self._writable.wait()
+            await self._until_writable()
             self._write([start, piece])
             start = b""
 
@@ -389,7 +461,7 @@ class _Connection(asyncio.Protocol):
 
     def _end_writing(self) -> None:
         """Once all is written; before that, asyncio would end a socket that its client may have reset by then."""
-        if self._transport is not None and not self._transport.is_closing() and self._writable.is_set():
+        if self._transport is not None and not self._transport.is_closing() and self._writable:
             self._allow(LINGER_S)
             with contextlib.suppress(OSError):
                 self._transport.write_eof()

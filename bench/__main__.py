@@ -1,0 +1,164 @@
+"""python -m bench: every suite measured beside its rivals, in the same run, on the same machine."""
+
+import argparse
+import re
+import resource
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from tqdm import tqdm
+
+from bench import report, variants
+from bench.result import Result, compare
+from bench.rounds import Subject, measure
+from bench.serving import BenchError
+from bench.variants import SUITES, Suite, Variant
+
+
+def main(argv: Sequence[str] | None = None, suites: dict[str, Suite] = SUITES) -> int:
+    """0: measured. 1: a server failed or has become slower. 2: asked wrongly."""
+    parser = _make_parser(suites)
+    arguments = parser.parse_args(argv)
+    if arguments.list or not arguments.suites:
+        if not arguments.list:
+            parser.print_help()
+        print(_list_suites(suites.values()))
+        return 0
+    try:
+        return _run(arguments, suites)
+    except BenchError as exc:
+        print(f"bench: {exc}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"bench: {message}\n")
+
+
+def _make_parser(suites: dict[str, Suite]) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m bench",
+        usage="python -m bench SUITE … [--quick] [--only WORD] [--case WORD] [--json FILE] [--compare OLD.json]",
+        description="Measure uvimg beside its rivals: medians of interleaved rounds, CPU time from the kernel.",
+        epilog="Only ratios within one run mean anything; absolute figures are the machine's.",
+    )
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=" · ".join([*suites, "all"]))
+    parser.add_argument("--list", action="store_true", help="what there is to measure")
+    parser.add_argument("--quick", action="store_true", help="3 rounds of 1 s: for a look, not for a claim")
+    parser.add_argument("--seconds", type=_positive(float), metavar="S", help="length of a round; default 2")
+    parser.add_argument("--rounds", type=_positive(int), metavar="N", help="rounds of each; default 5")
+    parser.add_argument("--only", action="append", default=[], metavar="WORD", help="servers whose names have WORD")
+    parser.add_argument("--case", action="append", default=[], metavar="WORD", help="cases whose names have WORD")
+    parser.add_argument(
+        "--against",
+        action="append",
+        default=[],
+        type=_named_url,
+        metavar="NAME=URL",
+        help="a server that runs already: URL is asked of it in every case (requests/s only)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument(
+        "--compare", type=Path, metavar="OLD.json", help="ratios to that run; exit status 1 where we are slower"
+    )
+    return parser
+
+
+def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        number = kind(text)
+        if not 0 < number < 3600:
+            raise ValueError
+        return number
+
+    # argparse puts it into its complaint.
+    parse.__name__ = "number"
+    return parse
+
+
+def _named_url(text: str) -> Variant:
+    found = re.fullmatch(r"([^=]+)=http://([\w.-]+):(\d+)(/\S*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=http://HOST:PORT/PATH")
+    return variants.running_already(found[1], (found[2], int(found[3])), found[4])
+
+
+def _list_suites(suites: Iterable[Suite]) -> str:
+    lines = []
+    for suite in suites:
+        lines.append(f"\n{suite.name}: {suite.title}")
+        lines += [f"  {case.name}: {', '.join(variant.name for variant in case.variants)}" for case in suite.cases]
+    return "\n".join(lines)
+
+
+def _run(arguments: argparse.Namespace, suites: dict[str, Suite]) -> int:
+    for name in arguments.suites:
+        if name not in (*suites, "all"):
+            raise BenchError(f"there is no suite {name!r}; there are {', '.join(suites)} and all")
+    names = list(suites) if "all" in arguments.suites else list(dict.fromkeys(arguments.suites))
+    old = report.read_json(arguments.compare) if arguments.compare else None
+    if missing := variants.find_missing("taskset"):
+        raise BenchError(missing)
+    seconds = arguments.seconds or (1.0 if arguments.quick else 2.0)
+    rounds = arguments.rounds or (3 if arguments.quick else 5)
+    groups = [
+        [
+            Subject(name, case, variant)
+            for case in group
+            if _matches(case.name, arguments.case)
+            for variant in (
+                *(each for each in case.variants if _matches(each.name, arguments.only)),
+                *arguments.against,
+            )
+        ]
+        for name in names
+        for group in suites[name].groups
+    ]
+    if not any(groups):
+        raise BenchError("there is no such case or server; python -m bench --list shows all")
+    # Thousands of connections, here and in every child.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    machine = report.describe_machine()
+    print(" · ".join(f"{name} {value}" for name, value in machine.items()))
+    print(f"{rounds} rounds of {seconds:g} s")
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        site = variants.make_site(Path(folder))
+        # disable=None: only where somebody watches.
+        with tqdm(total=sum(map(len, groups)) * rounds, unit="round", disable=None, leave=False) as bar:
+
+            def watch(name: str) -> None:
+                bar.set_description(name)
+                bar.update()
+
+            for subjects in groups:
+                results += measure(subjects, site, seconds, rounds, watch)
+                for suite, case in dict.fromkeys((subject.suite, subject.case) for subject in subjects):
+                    bar.write(report.format_case(suite, case.name, results, case.goals))
+                sys.stdout.flush()
+    if arguments.json:
+        report.write_json(arguments.json, machine, results)
+    failed = [result for result in results if result.outcome == "failed"]
+    if failed:
+        print(f"\nFAILED: {len(failed)}, see above", file=sys.stderr)
+    slower = False
+    if old is not None:
+        changes = compare(old, results)
+        print(report.format_changes(changes))
+        slower = any(change.is_slower for change in changes)
+    return 1 if failed or slower else 0
+
+
+def _matches(name: str, words: list[str]) -> bool:
+    return not words or any(word.lower() in name.lower() for word in words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""What a run found, for people and for the next run: tables on the terminal, JSON, ratios to an older run."""
+
+import dataclasses
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from bench.result import MEASURES, Change, Goal, Result, judge
+from bench.serving import BenchError
+
+
+def describe_machine() -> dict[str, str]:
+    """What the figures depend on: the machine and every program in play."""
+    cpu = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return {
+        "cpu": cpu[1] if cpu else platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in ("uvimg", "uvloop", "aiohttp")},
+        "nginx": _ask_version(["nginx", "-v"]),
+        "wrk": _ask_version(["wrk", "-v"]),
+        "ab": _ask_version(["ab", "-V"]),
+    }
+
+
+def _ask_version(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "not installed"
+    found = re.search(r"\d+\.\d+(\.\d+)*", done.stdout + done.stderr)
+    return found[0] if found else "unknown"
+
+
+def format_case(suite: str, case: str, results: Sequence[Result], goals: Sequence[Goal]) -> str:
+    """The table of one case: medians with the least and the most of all rounds, then what is aimed at."""
+    rows = [result for result in results if (result.suite, result.case) == (suite, case)]
+    shown = [name for name in MEASURES if any(name in row.measures for row in rows)]
+    table = [["server", *(MEASURES[name].title for name in shown)]]
+    table += [
+        [row.variant, *(_format_values(name, row.measures.get(name, ())) for name in shown)]
+        for row in rows
+        if row.outcome == "measured"
+    ]
+    lines = [f"\n{suite} · {case}", *_align(table)]
+    lines += [f"  {row.variant}: {row.outcome.upper()}, {row.note}" for row in rows if row.outcome != "measured"]
+    measured = {row.variant: row for row in rows if row.outcome == "measured"}
+    lines += [_format_goal(goal, measured[goal.variant], results) for goal in goals if goal.variant in measured]
+    return "\n".join(lines)
+
+
+def _format_values(name: str, values: Sequence[float]) -> str:
+    if not values:
+        return "–"
+    digits = MEASURES[name].digits
+    middle = f"{statistics.median(values):,.{digits}f}"
+    # Whole distributions say enough of the others.
+    if name not in ("cpu_us", "rate", "connection_kib") or len(values) < 2:
+        return middle
+    return f"{middle} [{min(values):,.{digits}f}–{max(values):,.{digits}f}]"
+
+
+def _align(table: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  "
+        + "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in table
+    ]
+
+
+def _format_goal(goal: Goal, result: Result, results: Sequence[Result]) -> str:
+    verdict = judge(goal, result, results)
+    sign = "≤" if goal.bound == "at most" else "≥"
+    subject = f"{goal.variant}, {MEASURES[goal.measure].title}"
+    than = " of ".join(filter(None, [goal.rival, f"“{goal.case}”" if goal.case else ""]))
+    aim = f"{sign} {goal.value:g}" + (f" × {than}" if goal.is_ratio else "")
+    if verdict.figure is None:
+        return f"  ? {subject}: not measured beside {than} (aim {aim})"
+    mark = "✓" if verdict.is_met else "✗"
+    figure = f"{verdict.figure:.2f}" + (f" × {than}" if goal.is_ratio else "")
+    return f"  {mark} {subject}: {figure} (aim {sign} {goal.value:g})"
+
+
+def write_json(file: Path, machine: dict[str, str], results: Sequence[Result]) -> None:
+    document = {"machine": machine, "results": [dataclasses.asdict(result) for result in results]}
+    file.write_text(json.dumps(document, ensure_ascii=False, indent=1) + "\n")
+
+
+def read_json(file: Path) -> list[Result]:
+    """The results of an older run. BenchError when the file holds none."""
+    try:
+        entries = json.loads(file.read_text())["results"]
+        return [
+            Result(**{**entry, "measures": {name: tuple(values) for name, values in entry["measures"].items()}})
+            for entry in entries
+        ]
+    except OSError as exc:
+        raise BenchError(f"{file}: {exc.strerror}") from exc
+    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+        raise BenchError(f"{file} was not written by --json") from exc
+
+
+def format_changes(changes: Sequence[Change]) -> str:
+    """Then and now, line by line."""
+    lines = ["\nBeside the older run (more than 1 is slower; the rivals' own change is taken out)"]
+    table = [["case", "server", "measure", "then", "now", "ratio", "noise", ""]]
+    for change in changes:
+        digits = MEASURES[change.measure].digits
+        table.append(
+            [
+                *(f"{change.result.suite} · {change.result.case}", change.result.variant),
+                MEASURES[change.measure].title,
+                *(f"{change.then:,.{digits}f}", f"{change.now:,.{digits}f}", f"{change.ratio:.3f}"),
+                *(f"±{change.noise:.3f}", "SLOWER" if change.is_slower else "✓"),
+            ]
+        )
+    return "\n".join([*lines, *_align(table)])

@@ -1,0 +1,167 @@
+"""What a measurement gave: one frozen type for every suite, its statistics, and the judgement on it.
+
+Every measure has one value per round, so that the spread is kept; what is shown is the median. A result without
+measures says why in `note`.
+"""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """What is measured: how it is called and whether less of it is better."""
+
+    name: str
+    title: str
+    digits: int
+    better: Literal["less", "more"] = "less"
+
+
+MEASURES = {
+    measure.name: measure
+    for measure in (
+        Measure("cpu_us", "CPU µs/request", 2),
+        Measure("rate", "requests/s", 0, "more"),
+        Measure("mean_ms", "mean ms", 2),
+        Measure("p99_ms", "p99 ms", 2),
+        Measure("max_ms", "max ms", 1),
+        Measure("load", "server busy %", 0, "more"),
+        Measure("rss_mib", "RSS MiB", 1),
+        Measure("connection_kib", "KiB/connection", 2),
+    )
+}
+
+Outcome = Literal["measured", "skipped", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One variant in one case: measure → its value in each round."""
+
+    suite: str
+    case: str
+    variant: str
+    ours: bool
+    outcome: Outcome
+    measures: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    # Why it was skipped or how it failed.
+    note: str = ""
+
+    def median(self, measure: str) -> float | None:
+        values = self.measures.get(measure)
+        return statistics.median(values) if values else None
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A bound on a variant's measure: on its ratio to `rival` (in `case`, where that is another), or on itself."""
+
+    variant: str
+    measure: str
+    bound: Literal["at most", "at least"]
+    value: float
+    rival: str = ""
+    case: str = ""
+
+    @property
+    def is_ratio(self) -> bool:
+        return bool(self.rival or self.case)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A goal and what came of it; `figure` is None where one of the two was not measured."""
+
+    goal: Goal
+    figure: float | None
+    is_met: bool | None
+
+
+def judge(goal: Goal, result: Result, results: Iterable[Result]) -> Verdict:
+    """Hold a goal against the medians of the same run."""
+    figure = result.median(goal.measure)
+    if goal.is_ratio:
+        case, variant = goal.case or result.case, goal.rival or result.variant
+        rival = find(results, result.suite, case, variant)
+        base = rival.median(goal.measure) if rival else None
+        figure = figure / base if figure is not None and base else None
+    if figure is None:
+        return Verdict(goal, None, None)
+    return Verdict(goal, figure, figure <= goal.value if goal.bound == "at most" else figure >= goal.value)
+
+
+def find(results: Iterable[Result], suite: str, case: str, variant: str) -> Result | None:
+    for result in results:
+        if (result.suite, result.case, result.variant) == (suite, case, variant):
+            return result
+    return None
+
+
+def spread(values: Sequence[float]) -> float:
+    """Half the distance from the worst round to the best, as a part of the median."""
+    middle = statistics.median(values)
+    return (max(values) - min(values)) / 2 / middle if middle else 0.0
+
+
+# What a comparison looks at, the first of them that both runs have. Latencies and memory are shown, not judged.
+_JUDGED = ("cpu_us", "rate", "connection_kib")
+# Two runs of the same program differ by this much even where the rounds of each agree.
+_LEAST_NOISE = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One of our variants then and now. `ratio` > 1 is slower; both with the rivals' own change taken out."""
+
+    result: Result
+    measure: str
+    then: float
+    now: float
+    ratio: float
+    noise: float
+
+    @property
+    def is_slower(self) -> bool:
+        return self.ratio > 1 + self.noise
+
+
+def compare(old: Sequence[Result], new: Sequence[Result]) -> list[Change]:
+    """How our variants changed between two runs.
+
+    The machine is another one every day: by how much the rivals of a case changed is taken for its doing. The noise
+    is what the rounds of both runs spread.
+    """
+    changes = []
+    for result in new:
+        if not result.ours:
+            continue
+        then = find(old, result.suite, result.case, result.variant)
+        measure = next((name for name in _JUDGED if then and name in result.measures and name in then.measures), None)
+        if then is None or measure is None:
+            continue
+        rivals = [
+            _worsening(before, rival, measure)
+            for rival in new
+            if not rival.ours and (rival.suite, rival.case) == (result.suite, result.case)
+            if (before := find(old, rival.suite, rival.case, rival.variant))
+            and measure in rival.measures
+            and measure in before.measures
+        ]
+        drift = statistics.median(rivals) if rivals else 1.0
+        values = then.measures[measure], result.measures[measure]
+        noise = max(_LEAST_NOISE, spread(values[0]) + spread(values[1]))
+        ratio = _worsening(then, result, measure) / drift
+        changes.append(
+            Change(result, measure, statistics.median(values[0]), statistics.median(values[1]), ratio, noise)
+        )
+    return changes
+
+
+def _worsening(then: Result, now: Result, measure: str) -> float:
+    before, after = then.median(measure), now.median(measure)
+    assert before is not None
+    assert after is not None
+    return after / before if MEASURES[measure].better == "less" else before / after

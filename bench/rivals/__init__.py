@@ -1,0 +1,1 @@
+"""Small programs to be measured beside uvimg, written for this project."""

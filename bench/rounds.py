@@ -1,0 +1,100 @@
+"""Rounds in turn, A B C, A B C, so that a bad minute of the machine hits all alike.
+
+Whatever cannot be measured has a result that says so: skipped where a program is missing, failed where a server or
+an answer is wrong. Nothing is left out silently.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import variants
+from bench.load import Ask
+from bench.result import Outcome, Result
+from bench.serving import BenchError, Cores, Server, share_cores
+from bench.variants import Case, Site, Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One variant in one case of a suite."""
+
+    suite: str
+    case: Case
+    variant: Variant
+
+    @property
+    def name(self) -> str:
+        return f"{self.suite} · {self.case.name} · {self.variant.name}"
+
+
+def measure(
+    subjects: Sequence[Subject], site: Site, seconds: float, rounds: int, watch: Callable[[str], object]
+) -> list[Result]:
+    """Each subject in a fresh process, all under load in turn. `watch` is told the name of each round's subject."""
+    trials = [_Trial(subject, site) for subject in subjects]
+    try:
+        for trial in trials:
+            trial.attempt(trial.start)
+        for _ in range(rounds):
+            for trial in trials:
+                watch(trial.subject.name)
+                trial.attempt(lambda trial=trial: trial.run(seconds))  # type: ignore[misc]
+    finally:
+        for trial in trials:
+            trial.stop()
+    return [trial.result() for trial in trials]
+
+
+class _Trial:
+    """A subject with its server, and what came of it so far."""
+
+    def __init__(self, subject: Subject, site: Site) -> None:
+        self.subject, self._site = subject, site
+        self._cores: Cores = share_cores(subject.case.processes)
+        self._server: Server | None = None
+        self._asks: list[Ask] = []
+        self._figures: list[dict[str, float]] = []
+        self._outcome: Outcome = "measured"
+        self._note = ""
+
+    def attempt(self, step: Callable[[], None]) -> None:
+        if self._outcome != "measured":
+            return
+        try:
+            step()
+        except BenchError as exc:
+            self._outcome, self._note = "failed", str(exc)
+
+    def start(self) -> None:
+        case, variant = self.subject.case, self.subject.variant
+        missing = variants.find_missing(variant.program) or variants.find_missing(case.load.program)
+        if missing:
+            self._outcome, self._note = "skipped", missing
+            return
+        launch = variant.launch(self._site, case.content, case.processes)
+        self._server = Server(variant.name, launch, self._cores, _find_log(self._site.folder))
+        self._asks = [variant.ask(self._site, case.content, address) for address in self._server.addresses]
+
+    def run(self, seconds: float) -> None:
+        assert self._server is not None
+        self._figures.append(self.subject.case.load.run(self._server, self._asks, self._cores, seconds))
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+
+    def result(self) -> Result:
+        measures = {}
+        if self._outcome == "measured":
+            measures = {name: tuple(figure[name] for figure in self._figures) for name in self._figures[0]}
+        suite, case, variant = self.subject.suite, self.subject.case.name, self.subject.variant
+        return Result(suite, case, variant.name, variant.ours, self._outcome, measures, self._note)
+
+
+def _find_log(folder: Path) -> Path:
+    """A log of its own for each server: its last line says why it ended."""
+    number = 0
+    while (log := folder / f"server-{number}.log").exists():
+        number += 1
+    return log

@@ -1,0 +1,151 @@
+"""Servers to be measured: each in a fresh process, on cores of its own, and what the kernel says it cost.
+
+CPU time is read from the clock that the kernel keeps for every process: nanoseconds, all threads, also those that
+have ended. The ticks of /proc/PID/stat are a hundred thousand requests wide.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_START_S = 30.0
+# Longer than any server here takes to end by itself when its clients are gone.
+_STOP_S = 8.0
+
+Address = tuple[str, int]
+
+
+class BenchError(Exception):
+    """What was to be measured cannot be; the message is one readable line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a server is started, and where it answers: an address for each client that is to load it."""
+
+    commands: tuple[tuple[str, ...], ...]
+    addresses: tuple[Address, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Who runs where. On a machine with one core, or where servers need all, both sides share."""
+
+    server: frozenset[int]
+    load: frozenset[int]
+
+
+def share_cores(processes: int) -> Cores:
+    """The last cores for that many server processes, the others for the load."""
+    cores = sorted(os.sched_getaffinity(0))
+    server = frozenset(cores[-processes:])
+    return Cores(server, frozenset(cores) - server or frozenset(cores))
+
+
+def pin(cores: frozenset[int]) -> list[str]:
+    """The beginning of a command that is to run on these cores."""
+    return ["taskset", "-c", ",".join(map(str, sorted(cores)))]
+
+
+def find_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """A launched server; it accepts connections when made. Ended by `stop`, which every caller owes it."""
+
+    def __init__(self, name: str, launch: Launch, cores: Cores, log: Path) -> None:
+        self.name, self.addresses, self._log = name, launch.addresses, log
+        self._started: list[subprocess.Popen[bytes]] = []
+        try:
+            with log.open("ab") as output:
+                for command in launch.commands:
+                    # A session of its own: Ctrl-C is ours, and what it leaves behind can be ended with it.
+                    self._started.append(
+                        subprocess.Popen(
+                            [*pin(cores.server), *command],
+                            stdin=subprocess.DEVNULL,
+                            stdout=output,
+                            stderr=output,
+                            start_new_session=True,
+                        )
+                    )
+            self._await_start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _await_start(self) -> None:
+        deadline = time.monotonic() + _START_S
+        for address in self.addresses:
+            while True:
+                self.check_alive()
+                try:
+                    socket.create_connection(address, 1.0).close()
+                    break
+                except OSError:
+                    if time.monotonic() > deadline:
+                        raise BenchError(f"{self.name} did not start within {_START_S:.0f} s") from None
+                    time.sleep(0.02)
+
+    def check_alive(self) -> None:
+        """BenchError, with the last that it said, when a process of it has ended."""
+        for process in self._started:
+            if process.poll() is not None:
+                said = self._log.read_text(errors="replace").strip().splitlines()[-1:]
+                raise BenchError(f"{self.name} ended with status {process.returncode}: {' '.join(said)}")
+
+    def cpu_s(self) -> dict[int, float]:
+        """CPU seconds so far of each of its processes, children too."""
+        return {pid: seconds for pid in self._processes() if (seconds := _read_cpu_s(pid)) is not None}
+
+    def rss_bytes(self, pids: Sequence[int] | None = None) -> int:
+        """What these processes of it, or all, hold in memory."""
+        return sum(_read_rss_bytes(pid) for pid in (self._processes() if pids is None else pids))
+
+    def _processes(self) -> list[int]:
+        found, fresh = [], [process.pid for process in self._started]
+        while fresh:
+            pid = fresh.pop()
+            found.append(pid)
+            with contextlib.suppress(OSError):
+                for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                    fresh += map(int, children.read_text().split())
+        return found
+
+    def stop(self) -> None:
+        """SIGTERM, and for whatever is left of it after a while SIGKILL."""
+        for process in self._started:
+            process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_S
+        for process in self._started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _read_cpu_s(pid: int) -> float | None:
+    # CPUCLOCK_SCHED of another process, as clock_getcpuclockid(3) spells it.
+    try:
+        return time.clock_gettime((~pid << 3) | 2)
+    except OSError:
+        return None
+
+
+def _read_rss_bytes(pid: int) -> int:
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
