@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import re
 import socket
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -71,31 +71,22 @@ async def talk(port: int, pieces: Sequence[bytes], *, hang_up: float = _PATIENCE
 
     After `hang_up` seconds of silence the client ends its own: what still waits for bytes is told that none will come.
     """
-    loop = asyncio.get_running_loop()
-    with socket.socket() as connection:
-        connection.setblocking(False)
-        await loop.sock_connect(connection, ("127.0.0.1", port))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        received = bytearray()
+    async with Client.connected(port) as client:
         with contextlib.suppress(ConnectionError):
             for piece in pieces:
-                await loop.sock_sendall(connection, piece)
+                await client.send(piece)
                 for _ in range(_TURNS):
                     await asyncio.sleep(0)
+        reading = asyncio.ensure_future(client.rest())
+        for patience in (hang_up, _PATIENCE_S):
+            await asyncio.wait([reading], timeout=patience)
+            if reading.done():
+                break
+            assert hang_up < _PATIENCE_S, f"no end behind {client.taken!r}"
+            client.end()
         with contextlib.suppress(ConnectionError):
-            while True:
-                try:
-                    async with asyncio.timeout(hang_up):
-                        piece = await loop.sock_recv(connection, 1 << 20)
-                except TimeoutError:
-                    assert hang_up < _PATIENCE_S, f"no end behind {bytes(received)!r}"
-                    connection.shutdown(socket.SHUT_WR)
-                    hang_up = _PATIENCE_S
-                    continue
-                if not piece:
-                    break
-                received += piece
-        return bytes(received)
+            return await asyncio.wait_for(reading, 0)
+        return client.taken
 
 
 async def talk_all(port: int, conversations: Sequence[Sequence[bytes]], at_once: int = 64) -> list[bytes]:
@@ -163,3 +154,52 @@ def one_at_a_time(data: bytes) -> Iterator[bytes]:
         yield data[600 : max(600, len(data) - 60)]
         for at in range(max(600, len(data) - 60), len(data)):
             yield data[at : at + 1]
+
+
+def answer_size(received: bytes, *, bodiless: bool = False) -> int:
+    """How long the first answer is; 0 while its head has not come."""
+    end = received.find(b"\r\n\r\n") + 4
+    if end < 4:
+        return 0
+    found = re.search(rb"(?i)\r\nContent-Length: (\d+)", received[:end])
+    return end + (int(found[1]) if found and not bodiless else 0)
+
+
+class Client:
+    """A connection that is kept, and read an answer at a time."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket, self._loop = connection, asyncio.get_running_loop()
+        # What has come and has not been asked for.
+        self.taken = b""
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def connected(cls, port: int) -> AsyncIterator["Client"]:
+        with socket.socket() as connection:
+            connection.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            yield cls(connection)
+
+    async def send(self, data: bytes) -> None:
+        await self._loop.sock_sendall(self._socket, data)
+
+    def end(self) -> None:
+        self._socket.shutdown(socket.SHUT_WR)
+
+    async def take(self, *, bodiless: bool = False) -> bytes:
+        """The bytes of the next answer. EOFError when the connection ends before."""
+        while not (size := answer_size(self.taken, bodiless=bodiless)) or len(self.taken) < size:
+            if not (piece := await self._loop.sock_recv(self._socket, 1 << 20)):
+                raise EOFError("closed before its answer")
+            self.taken += piece
+        found, self.taken = self.taken[:size], self.taken[size:]
+        return found
+
+    async def rest(self) -> bytes:
+        """Everything until the server closes; what came before a reset is in `taken`."""
+        while piece := await self._loop.sock_recv(self._socket, 1 << 20):
+            self.taken += piece
+        found, self.taken = self.taken, b""
+        return found

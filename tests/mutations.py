@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import random
 import re
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ import uvloop
 from tqdm import tqdm
 
 from tests.conftest import Server, make_photo
-from tests.conversation import Answer, Unreadable, read_answers
+from tests.conversation import Answer, Client, Unreadable, answer_size, read_answers
 from tests.wire_server import Wire, get, last
 
 # A conversation has so many mutated requests, and good ones around them.
@@ -206,7 +205,7 @@ class Attack:
 
         async def attend() -> None:
             async with contextlib.AsyncExitStack() as stack:
-                beside = [await stack.enter_async_context(_Client.connected(target.port)) for target in self._targets]
+                beside = [await stack.enter_async_context(Client.connected(target.port)) for target in self._targets]
                 for number in numbers:
                     which = number % len(self._targets)
                     await self._converse(self._targets[which], number, beside[which])
@@ -216,7 +215,7 @@ class Attack:
             for _ in range(min(_AT_ONCE, conversations)):
                 group.create_task(attend())
 
-    async def _converse(self, target: Target, number: int, beside: "_Client") -> None:
+    async def _converse(self, target: Target, number: int, beside: Client) -> None:
         rng = random.Random(f"{self._seed} {number}")
         seeds = target.seeds(number)
         opening = [target.good(number, rng.randrange(4)) for _ in range(rng.randint(1, 3))]
@@ -229,11 +228,11 @@ class Attack:
         cuts = sorted(rng.randrange(len(data)) for _ in range(rng.choice((0, 0, 0, 1, 3))))
         received = b""
         try:
-            async with asyncio.timeout(_PATIENCE_S), _Client.connected(target.port) as client:
+            async with asyncio.timeout(_PATIENCE_S), Client.connected(target.port) as client:
                 with contextlib.suppress(OSError):
                     if waits:
                         await client.send(start)
-                        received += await client.answers(opening)
+                        received += await _take(client, opening)
                     pieces = [data[at:stop] for at, stop in zip([0, *cuts], [*cuts, len(data)], strict=True)]
                     pieces[0] = pieces[0] if waits else start + pieces[0]
                     for piece in pieces:
@@ -241,7 +240,7 @@ class Attack:
                         await asyncio.sleep(0)
                     if not waits:
                         # A client that has ended its side may have gone, and what takes work for it is dropped.
-                        received += await client.answers(opening)
+                        received += await _take(client, opening)
                     client.end()
                     received += await client.rest()
                 received += client.taken
@@ -251,7 +250,7 @@ class Attack:
                 # Nobody else has noticed.
                 goods = [target.good(number, place) for place in (0, 1, 2)]
                 await beside.send(b"".join(good.data for good in goods))
-                _check_opening(goods, await beside.answers(goods))
+                _check_opening(goods, await _take(beside, goods))
         except (Harm, TimeoutError, EOFError, OSError) as exc:
             what = str(exc) if isinstance(exc, Harm) else f"{exc!r}"
             raise Harm(
@@ -260,10 +259,14 @@ class Attack:
             ) from exc
 
 
+async def _take(client: Client, goods: Sequence[Good]) -> bytes:
+    return b"".join([await client.take(bodiless=good.body is None) for good in goods])
+
+
 def _check_opening(goods: Sequence[Good], received: bytes) -> None:
     """The answers to good requests stand first, in order. What comes behind may end anywhere."""
     for good in goods:
-        size = _answer_size(received, good)
+        size = answer_size(received, bodiless=good.body is None)
         try:
             (answer,) = read_answers(received[:size], [0] if good.body is None else [])
         except (Unreadable, ValueError) as exc:
@@ -271,55 +274,6 @@ def _check_opening(goods: Sequence[Good], received: bytes) -> None:
         if not good.fits(answer):
             raise Harm(f"not the answer to {good.data!r}: {answer}")
         received = received[size:]
-
-
-def _answer_size(received: bytes, good: Good) -> int:
-    """How long the answer to a good request is, 0 while its head has not come."""
-    end = received.find(b"\r\n\r\n") + 4
-    if end < 4:
-        return 0
-    found = re.search(rb"(?i)\r\nContent-Length: (\d+)", received[:end])
-    return end + (int(found[1]) if found and good.body is not None else 0)
-
-
-class _Client:
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket, self._loop = connection, asyncio.get_running_loop()
-        self.taken = b""
-
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def connected(cls, port: int):  # type: ignore[no-untyped-def]
-        with socket.socket() as connection:
-            connection.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            yield cls(connection)
-
-    async def send(self, data: bytes) -> None:
-        await self._loop.sock_sendall(self._socket, data)
-
-    def end(self) -> None:
-        self._socket.shutdown(socket.SHUT_WR)
-
-    async def answers(self, goods: Sequence[Good]) -> bytes:
-        """The bytes of as many answers as these requests get."""
-        found = b""
-        for good in goods:
-            while not (size := _answer_size(self.taken, good)) or len(self.taken) < size:
-                if not (piece := await self._loop.sock_recv(self._socket, 1 << 20)):
-                    raise EOFError("closed before its answers")
-                self.taken += piece
-            found += self.taken[:size]
-            self.taken = self.taken[size:]
-        return found
-
-    async def rest(self) -> bytes:
-        """Everything until the server closes; what came before a reset is in `taken`."""
-        while piece := await self._loop.sock_recv(self._socket, 1 << 20):
-            self.taken += piece
-        found, self.taken = self.taken, b""
-        return found
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
@@ -176,12 +177,24 @@ def test_what_is_remembered_of_a_head_is_what_parsing_says(data: bytes) -> None:
     assert outcome() == first
 
 
-@given(st.lists(WORDS, max_size=20).map(b"".join))
-def test_a_start_is_refused_only_where_the_whole_would_be(data: bytes) -> None:
-    end = data.find(b"\r\n\r\n")
-    if end >= 0 and refusal(data[: end + 4]) == 0:
-        for stop in range(1, end + 4):
-            check_start(data[:stop])
+LONG = st.sampled_from([b"a" * 8_000, b"a" * 16_368, b"b" * 49_152, b"A: b\r\n" * 40, b"\n", b"\r\n", b"GET /"])
+
+
+@given(st.lists(WORDS | LONG, max_size=12).map(b"".join), st.lists(st.integers(0, 70_000), max_size=6))
+def test_where_a_head_is_cut_changes_nothing(data: bytes, cuts: list[int]) -> None:
+    end = data.find(b"\r\n\r\n") + 4
+    data = data[:end] if end > 3 else data + b"\r\n\r\n"
+    places = range(1, len(data)) if len(data) < 300 else sorted(cut for cut in cuts if cut < len(data))
+
+    def outcome(places: Iterable[int]) -> object:
+        try:
+            for place in places:
+                check_start(data[:place])
+            return parse_head(data)
+        except UvimgError as exc:
+            return exc.status, exc.detail
+
+    assert outcome(places) == outcome([])
 
 
 def test_a_start_is_refused_as_soon_as_it_cannot_become_right() -> None:

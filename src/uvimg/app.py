@@ -2,6 +2,8 @@
 
 Order matters: the port is bound first (what is wrong with it is found at once), then the service is started;
 listening comes last (nobody is let in before there is something to answer with), and all of it backwards at the end.
+A listener of /health and /metrics alone is open for longer than any other: it tells whoever balances load that this
+is the end.
 """
 
 import asyncio
@@ -11,23 +13,26 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from uvimg import __version__, config, logs, systemd
-from uvimg.assembly import CannotStart, count_workers, start_service
+from uvimg.assembly import CannotStart, assemble, count_workers
 from uvimg.config import ConfigError, Settings
 from uvimg.core.place import Tcp, parse_place
 from uvimg.imaging import Ready
+from uvimg.metrics import Reading
 from uvimg.service import Service
 from uvimg.web import FrontEnd, WebSettings
 from uvimg.web.aiohttp import AiohttpFrontEnd
-from uvimg.web.listen import CannotListen, open_sockets, show_address
+from uvimg.web.listen import CannotListen, bind_sockets, open_sockets, show_address
 from uvimg.web.streams import StreamsFrontEnd
 from uvimg.web.tls import make_context
 from uvimg.web.transport import TransportFrontEnd
 
 log = logging.getLogger("uvimg")
 
+# For answers about health and metrics that are on their way at the very end.
+_LAST_WORDS_S = 1.0
 
 _FRONT_ENDS: dict[str, Callable[[Service, WebSettings], FrontEnd]] = {
     "aiohttp": AiohttpFrontEnd,
@@ -58,6 +63,9 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
         settings = dataclasses.replace(settings, port=(ports or [settings.port])[0])
         async with start_service(settings) as (service, ready):
             front_end = _FRONT_ENDS[settings.front_end](service, web_settings)
+            service.metrics.watch(
+                lambda: [Reading("uvimg_connections_open", (settings.front_end,), front_end.open_connections)]
+            )
             await front_end.start(listeners)
             try:
                 announce(_describe(settings, listeners, ready))
@@ -65,11 +73,60 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
                 await stop.wait()
                 systemd.tell_stopping()
                 service.draining = True
+                await service.metrics.publish()
                 await asyncio.sleep(settings.drain_delay_s)
                 log.info("stopping: requests in flight have %g s", settings.grace_s)
             finally:
                 await front_end.stop()
     log.info("stopped")
+
+
+@contextlib.asynccontextmanager
+async def start_service(settings: Settings) -> AsyncIterator[tuple[Service, Ready]]:
+    """The service, and what its workers can do, with health and metrics on a listener of their own if they have one."""
+    with _operations_sockets(settings) as listeners:
+        async with assemble(settings) as parts, _serving_operations(parts.operations, settings, listeners):
+            yield parts.service, parts.ready
+
+
+@contextlib.contextmanager
+def _operations_sockets(settings: Settings) -> Iterator[list[socket.socket]]:
+    """The listener of /health and /metrics alone, if there is one. CannotStart when it cannot be had."""
+    with contextlib.ExitStack() as sockets:
+        listeners: list[socket.socket] = []
+        if settings.operations_listen:
+            place = parse_place(settings.operations_listen)
+            try:
+                if isinstance(place, Tcp) and settings.metrics_dir:
+                    # Processes that serve together share it: any of them answers for all. Else two services at one
+                    # port would be a mistake that nobody sees.
+                    listeners = bind_sockets(place.host, place.port, shared=True)
+                    for listener in listeners:
+                        sockets.enter_context(listener)
+                else:
+                    (listeners,) = sockets.enter_context(open_sockets([place]))
+            except OSError as exc:
+                raise CannotStart(f"cannot listen on {place}: {exc.strerror or exc}") from exc
+            except CannotListen as exc:
+                raise CannotStart(str(exc)) from exc
+        yield listeners
+
+
+@contextlib.asynccontextmanager
+async def _serving_operations(
+    service: Service, settings: Settings, listeners: list[socket.socket]
+) -> AsyncIterator[None]:
+    if not listeners:
+        yield
+        return
+    web_settings = dataclasses.replace(make_web_settings(settings), grace_s=_LAST_WORDS_S, tls=None)
+    front_end = _FRONT_ENDS[settings.front_end](service, web_settings)
+    await front_end.start(listeners)
+    try:
+        log.info("health and metrics at %s", ", ".join(map(show_address, listeners)))
+        yield
+    finally:
+        await front_end.stop()
 
 
 def make_web_settings(settings: Settings) -> WebSettings:

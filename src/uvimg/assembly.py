@@ -6,47 +6,142 @@ Below `web`, so that an aiohttp application of ours can start a service in someb
 
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from uvimg import config, logs
-from uvimg.apps.images import Images, ImagesSettings, weigh
+from uvimg import __version__, config, logs
+from uvimg.apps.images import Images, ImagesSettings, Rendition, weigh
+from uvimg.apps.operations import PATHS, Health, Operations, OperationsSettings, judge_health
 from uvimg.cache import Cache
 from uvimg.config import Settings
 from uvimg.core.access import parse_network, parse_rules
+from uvimg.core.errors import StoreDown
 from uvimg.core.formats import Format, parse_output_format
 from uvimg.core.plan import Rules
 from uvimg.imaging import Limits, Ready
 from uvimg.imaging.pool import Pool, PoolSettings
+from uvimg.metrics import Metrics, Reading, watch_process
 from uvimg.service import Service
-from uvimg.store import open_store
+from uvimg.store import Store, open_store
 
 
 class CannotStart(Exception):
     """The service cannot be started as configured; the message is one readable line."""
 
 
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """`operations` answers about health and metrics alone; `ready` is what the workers can do."""
+
+    service: Service
+    operations: Service
+    ready: Ready
+
+
 @contextlib.asynccontextmanager
-async def start_service(settings: Settings) -> AsyncIterator[tuple[Service, Ready]]:
-    """The service with everything behind it, and what its workers can do; stopped in order at the end."""
-    store = open_store(settings.store)
-    try:
-        pool = Pool(_pool_settings(settings))
-        ready = await pool.start()
+async def assemble(settings: Settings) -> AsyncIterator[Assembled]:
+    """The service with everything behind it; stopped in order at the end."""
+    metrics = Metrics(settings.metrics_dir)
+    async with _publishing(metrics):
+        store = open_store(settings.store)
         try:
-            _check_formats(settings, ready)
-            images = Images(_images_settings(settings), store, pool, Cache(settings.cache_size, weigh))
+            pool = Pool(_pool_settings(settings))
+            ready = await pool.start()
             try:
+                _check_formats(settings, ready)
+                cache: Cache[Any, Rendition] = Cache(settings.cache_size, weigh)
+                images = Images(_images_settings(settings), store, pool, cache)
                 access_log = logs.make_access_log() if settings.access_log else None
-                yield Service(images, access_log, (store.near or _Unchanging()).version), ready
+                version = (store.near or _Unchanging()).version
+
+                def health() -> Health:
+                    return _find_health(service, pool, store)
+
+                operations = Operations(_operations_settings(settings), metrics, health)
+                pages = {} if settings.operations_listen else dict.fromkeys(PATHS, operations)
+                service = Service(images, access_log, version, metrics, pages=pages)
+                _watch(metrics, service, pool, cache, store, settings)
+                metrics.info = {"version": __version__, "libvips": ready.libvips}
+                # One that drains looks whether others serve.
+                await metrics.publish()
+                try:
+                    yield Assembled(service, Service(operations, access_log, version, metrics), ready)
+                finally:
+                    await images.drain()
             finally:
-                await images.drain()
+                await pool.stop()
         finally:
-            await pool.stop()
-    finally:
-        await store.close()
+            await store.close()
+
+
+@contextlib.asynccontextmanager
+async def _publishing(metrics: Metrics) -> AsyncIterator[None]:
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            await stack.enter_async_context(metrics.publishing())
+        except OSError as exc:
+            raise CannotStart(f"metrics_dir cannot be used: {exc}") from exc
+        yield
+
+
+def _find_health(service: Service, pool: Pool, store: Store) -> Health:
+    """What is asked for every second or so: nothing here waits, and the store's answer takes a microsecond."""
+    draining = service.draining and not service.metrics.others_serve()
+    try:
+        if store.near is not None:
+            store.near.record(b"health")
+    except StoreDown:
+        store_answers = False
+    else:
+        store_answers = True
+    return judge_health(draining=draining, workerless_s=pool.workerless_s, store_answers=store_answers)
+
+
+def _watch(
+    metrics: Metrics, service: Service, pool: Pool, cache: Cache[Any, Rendition], store: Store, settings: Settings
+) -> None:
+    metrics.watch(watch_process(lambda: pool.pids, lambda: service.draining))
+    metrics.watch(lambda: _read_pool(pool, _pool_settings(settings)))
+    metrics.watch(lambda: _read_cache(cache, settings.cache_size))
+    metrics.view(lambda: _read_store(store))
+
+
+def _read_pool(pool: Pool, settings: PoolSettings) -> Iterator[Reading]:
+    for lane, waiting in pool.queues.items():
+        yield Reading("uvimg_queue_jobs", (lane,), waiting)
+        yield Reading("uvimg_queue_limit_jobs", (lane,), settings.queue_limit)
+        yield Reading("uvimg_jobs", (lane,), pool.given[lane])
+        yield Reading("uvimg_jobs_refused", (lane,), pool.refused[lane])
+    yield Reading("uvimg_job_timeouts", (), pool.timeouts)
+    yield Reading("uvimg_worker_restarts", ("died",), pool.died)
+    yield Reading("uvimg_worker_restarts", ("recycled",), pool.recycled)
+    yield Reading("uvimg_workers", ("idle",), pool.idle)
+    yield Reading("uvimg_workers", ("busy",), len(pool.pids) - pool.idle)
+    yield Reading("uvimg_workers_wanted", (), settings.workers)
+
+
+def _read_cache(cache: Cache[Any, Rendition], limit_bytes: int) -> Iterator[Reading]:
+    yield Reading("uvimg_cache_entries", (), len(cache))
+    yield Reading("uvimg_cache_bytes", (), cache.size_bytes)
+    yield Reading("uvimg_cache_limit_bytes", (), limit_bytes)
+
+
+def _read_store(store: Store) -> Iterator[Reading]:
+    measures = None
+    # What else there is to tell matters most when the store is down.
+    with contextlib.suppress(StoreDown):
+        measures = store.measure()
+    if measures is not None:
+        yield Reading("uvimg_store_blobs", (), measures.blobs)
+        yield Reading("uvimg_store_names", (), measures.names)
+        yield Reading("uvimg_store_database_bytes", (), measures.database_bytes)
+        yield Reading("uvimg_store_free_bytes", (), measures.free_bytes)
+
+
+# Settings, as each part sees them
 
 
 class _Unchanging:
@@ -78,6 +173,13 @@ def _pool_settings(settings: Settings) -> PoolSettings:
         jobs_per_worker=settings.worker_jobs,
         sandbox=settings.sandbox,
         formats=cast(tuple[Format, ...], settings.allowed_types),
+    )
+
+
+def _operations_settings(settings: Settings) -> OperationsSettings:
+    return OperationsSettings(
+        rule=None if settings.operations_listen else parse_rules(settings.admin_rule),
+        trusted_proxies=tuple(parse_network(proxy) for proxy in settings.trusted_proxies),
     )
 
 

@@ -12,11 +12,12 @@ import logging
 from aiohttp import web
 
 from uvimg import config, logs
-from uvimg.app import make_web_settings
-from uvimg.assembly import CannotStart, count_workers, start_service
+from uvimg.app import make_web_settings, start_service
+from uvimg.assembly import CannotStart, count_workers
 from uvimg.config import ConfigError, Settings
 from uvimg.core.errors import UvimgError
 from uvimg.imaging.pool import WorkerDied
+from uvimg.metrics import Reading
 from uvimg.web.aiohttp import AiohttpFrontEnd
 
 log = logging.getLogger("uvimg")
@@ -63,7 +64,8 @@ class _Runner(web.AppRunner):
         except (ConfigError, CannotStart, WorkerDied) as exc:
             raise _give_up(str(exc)) from exc
         self._service = service
-        self._front_end = AiohttpFrontEnd(service, web_settings)
+        front_end = self._front_end = AiohttpFrontEnd(service, web_settings)
+        service.metrics.watch(lambda: [Reading("uvimg_connections_open", ("aiohttp",), front_end.open_connections)])
         await self._front_end.start([])
         log.info(
             "ready (store %s, workers %d, libvips %s, confined by %s)",
@@ -74,6 +76,7 @@ class _Runner(web.AppRunner):
     async def cleanup(self) -> None:
         if self._front_end is not None:
             self._service.draining = True
+            await self._service.metrics.publish()
             await asyncio.sleep(self._settings.drain_delay_s)
         log.info("stopping: requests in flight have %g s", self._settings.grace_s)
         for site in self.sites:

@@ -105,7 +105,7 @@ def check_start(data: bytes) -> None:
         raise TargetTooLong()
     if end >= 0 and data[end - 1 : end] != b"\r":
         raise BadRequest("A line ends without CR.")
-    if len(data) >= MAX_HEAD_BYTES:
+    if len(data) - start >= MAX_HEAD_BYTES:
         raise HeadTooLarge()
 
 
@@ -115,10 +115,9 @@ def parse_head(data: bytes) -> Head:
     if data.startswith(b"\r\n"):
         data = data[2:]
     end = data.find(b"\r\n")
-    if end > MAX_TARGET_BYTES:
-        raise TargetTooLong()
-    if len(data) > MAX_HEAD_BYTES:
-        raise HeadTooLarge()
+    if end > MAX_TARGET_BYTES or len(data) > MAX_HEAD_BYTES:
+        # It says why, as if the head had come in pieces: where it was cut makes no difference.
+        check_start(data)
     line = (_known_line if end <= _LONGEST_KNOWN_LINE else _parse_line)(data[:end])
     rest = data[end + 2 :]
     fields = (_known_fields if len(rest) <= _LONGEST_KNOWN_FIELDS else _parse_fields)(rest)
@@ -154,7 +153,7 @@ def parse_head(data: bytes) -> Head:
 def _parse_line(data: bytes) -> _Line:
     found = _REQUEST_LINE.fullmatch(data)
     if found is None:
-        raise BadRequest("The request line is malformed.")
+        raise BadRequest("A line ends without CR." if b"\n" in data else "The request line is malformed.")
     method, target = found[1].decode(), found[2].decode()
     if found[3] != b"1" or found[4] not in (b"0", b"1"):
         raise VersionNotSupported()

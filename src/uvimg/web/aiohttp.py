@@ -8,6 +8,7 @@ the body.
 """
 
 import asyncio
+import dataclasses
 import socket
 import ssl
 from collections.abc import AsyncIterable, AsyncIterator
@@ -17,10 +18,10 @@ from urllib.parse import unquote
 from aiohttp import ClientError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from uvimg.assembly import start_service
+from uvimg.assembly import assemble
 from uvimg.config import Settings
 from uvimg.core.errors import BadRequest, RequestTimeout, UvimgError
-from uvimg.core.http1 import BODY_BYTES_PER_S, BODY_START_S, HANDSHAKE_S, Head, parse_head, refuse_head
+from uvimg.core.http1 import BODY_BYTES_PER_S, BODY_START_S, HANDSHAKE_S, Head, parse_head
 from uvimg.core.message import FilePart, Request, Response
 from uvimg.service import Service
 from uvimg.web import WebSettings, name_peer, read_part
@@ -43,6 +44,8 @@ def application(settings: Settings) -> web.Application:
     those of the process (host, port, front_end, loop, connections, log and their like) say nothing here: that is the
     host's business. Starting raises what `uvimg serve` would complain of.
     """
+    # Listening for itself is no business of a guest: /health and /metrics are pages like others here.
+    alone = dataclasses.replace(settings, operations_listen="")
     app = web.Application()
     mounted = _Mounted()
     # Without Expect's own handler: nobody is asked for a body before somebody wants it.
@@ -52,8 +55,8 @@ def application(settings: Settings) -> web.Application:
     async def run(_: web.Application) -> AsyncIterator[None]:
         assert route.resource is not None
         mounted.prefix = unquote(route.resource.canonical.removesuffix("/{path}"))
-        async with start_service(settings) as (service, _ready):
-            mounted.service = service
+        async with assemble(alone) as parts:
+            mounted.service = parts.service
             yield
 
     app.cleanup_ctx.append(run)
@@ -69,7 +72,7 @@ class _Mounted:
     stopping: bool = False
 
     async def stop(self, _: web.Application) -> None:
-        self.stopping = True
+        self.stopping = self.service.draining = True
 
     async def add_slash(self, incoming: web.Request) -> web.StreamResponse:
         # The page's links are relative to the folder that it is in.
@@ -80,7 +83,7 @@ class _Mounted:
         try:
             head = parse_head(_spell(incoming))
         except UvimgError as exc:
-            answer = _encode(refuse_head(exc))
+            answer = _encode(self.service.refuse_head(exc))
             answer.force_close()
             return answer
         if not head.path.startswith(self.prefix + "/"):
@@ -139,6 +142,10 @@ class AiohttpFrontEnd:
             make = self.server.make_gate if self._settings.tls_for(listener) is None else self.server
             self._servers.append(await loop.create_server(make, sock=listener, backlog=self._settings.backlog))
 
+    @property
+    def open_connections(self) -> int:
+        return len(self.server.gates.open)
+
     async def stop(self) -> None:
         await close_servers(self._servers, self._listeners)
         gates = self.server.gates
@@ -154,7 +161,7 @@ class AiohttpFrontEnd:
         assert isinstance(gate, Gate)
         head = gate.take()
         if isinstance(head, UvimgError):
-            response, body = refuse_head(head), False
+            response, body = self._service.refuse_head(head), False
         else:
             pieces = _read_body(incoming, head, gate) if head.has_body else _NOTHING
             request = _make_request(head, gate.peer, pieces, head.path, "")
