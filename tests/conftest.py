@@ -76,6 +76,8 @@ class Server:
 
 
 def _spell_flags(name: str, value: Any) -> list[str]:
+    if value is None:
+        return []
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
     return [f"--{name}={item}" for item in (value if isinstance(value, list) else [value])]

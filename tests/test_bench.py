@@ -219,6 +219,7 @@ def test_what_is_asked_wrongly_is_one_readable_line(tmp_path: Path, capsys: pyte
         ["hello", "--rounds=x"],
         ["hello", "--only=nobody"],
         ["hello", "--against=nginx"],
+        ["hello", "--against=nginx=http://127.0.0.1:99999/"],
         ["hello", "--compare=/no/such/file"],
         ["hello", f"--json={tmp_path}"],
         ["hello", "--nonsense"],

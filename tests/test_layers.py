@@ -21,9 +21,10 @@ ROOMS: dict[str, set[str]] = {
     "service": BACK | {"apps", "core"},
     "assembly": BACK | {"service", "apps", "core", "config", "logs"},
     # config for the type alone: web hands the settings on to assembly.
-    "web": BACK | {"assembly", "service", "apps", "core", "config"},
-    "app": BACK | {"web", "assembly", "service", "apps", "core", "config", "logs", "systemd"},
-    "cli": BACK | {"app", "web", "assembly", "service", "apps", "core", "config", "logs"},
+    "web": BACK | {"assembly", "service", "apps", "core", "config", "systemd"},
+    "supervisor": {"web", "core", "config", "logs", "systemd"},
+    "app": BACK | {"supervisor", "web", "assembly", "service", "apps", "core", "config", "logs", "systemd"},
+    "cli": BACK | {"app", "supervisor", "web", "assembly", "service", "apps", "core", "config", "logs"},
     "gunicorn": BACK | {"app", "web", "assembly", "core", "config", "logs"},
     "__main__": {"cli"},
     # Beside the rooms; assembly and what stands above it alone look into these.

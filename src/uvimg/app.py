@@ -22,9 +22,10 @@ from uvimg.core.place import Tcp, parse_place
 from uvimg.imaging import Ready
 from uvimg.metrics import Reading
 from uvimg.service import Service
+from uvimg.supervisor import RETIRE
 from uvimg.web import FrontEnd, WebSettings
 from uvimg.web.aiohttp import AiohttpFrontEnd
-from uvimg.web.listen import CannotListen, bind_sockets, open_sockets, show_address
+from uvimg.web.listen import CannotListen, bind_sockets, choose_places, open_sockets, show_address
 from uvimg.web.streams import StreamsFrontEnd
 from uvimg.web.tls import make_context
 from uvimg.web.transport import TransportFrontEnd
@@ -41,8 +42,11 @@ _FRONT_ENDS: dict[str, Callable[[Service, WebSettings], FrontEnd]] = {
 }
 
 
-async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
+async def serve(settings: Settings, announce: Callable[[str], None], *, supervised: bool = False) -> None:
     """Serve until SIGTERM or SIGINT. `announce` gets one line when the first request can be answered.
+
+    A `supervised` process has siblings on the same sockets, and leaves reloading to who started it: SIGUSR1
+    retires it in favour of its successor.
 
     Raises ConfigError, CannotStart, StoreDown and WorkerDied when it cannot be started as configured.
     """
@@ -50,13 +54,26 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     for name, value in config.changed(settings).items():
         log.info("setting %s = %s", name, value)
     stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop.set)
+    has_successor = False
+
+    def retire() -> None:
+        nonlocal has_successor
+        has_successor = True
+        stop.set()
+
+    if supervised:
+        loop.add_signal_handler(RETIRE, retire)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    else:
+        loop.add_signal_handler(signal.SIGHUP, log.warning, "reloading needs processes, at least 1: nothing was done")
     web_settings = make_web_settings(settings)
-    places = [parse_place(text) for text in settings.listen] or systemd.inherited_places()
+    places = choose_places(settings.listen, settings.host, settings.port)
     with contextlib.ExitStack() as sockets:
         try:
-            (listeners,) = sockets.enter_context(open_sockets(places or [Tcp(settings.host, settings.port)]))
+            (listeners,) = sockets.enter_context(open_sockets(places))
         except CannotListen as exc:
             raise CannotStart(str(exc)) from exc
         ports = [each.getsockname()[1] for each in listeners if each.family != socket.AF_UNIX]
@@ -74,7 +91,8 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
                 systemd.tell_stopping()
                 service.draining = True
                 await service.metrics.publish()
-                await asyncio.sleep(settings.drain_delay_s)
+                if not has_successor:
+                    await asyncio.sleep(settings.drain_delay_s)
                 log.info("stopping: requests in flight have %g s", settings.grace_s)
             finally:
                 await front_end.stop()
@@ -94,17 +112,17 @@ def _operations_sockets(settings: Settings) -> Iterator[list[socket.socket]]:
     """The listener of /health and /metrics alone, if there is one. CannotStart when it cannot be had."""
     with contextlib.ExitStack() as sockets:
         listeners: list[socket.socket] = []
-        if settings.operations_listen:
-            place = parse_place(settings.operations_listen)
+        for place in map(parse_place, settings.operations_listen):
             try:
                 if isinstance(place, Tcp) and settings.metrics_dir:
                     # Processes that serve together share it: any of them answers for all. Else two services at one
                     # port would be a mistake that nobody sees.
-                    listeners = bind_sockets(place.host, place.port, shared=True)
-                    for listener in listeners:
+                    found = bind_sockets(place.host, place.port, shared=True)
+                    for listener in found:
                         sockets.enter_context(listener)
                 else:
-                    (listeners,) = sockets.enter_context(open_sockets([place]))
+                    (found,) = sockets.enter_context(open_sockets([place]))
+                listeners += found
             except OSError as exc:
                 raise CannotStart(f"cannot listen on {place}: {exc.strerror or exc}") from exc
             except CannotListen as exc:

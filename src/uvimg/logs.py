@@ -6,7 +6,6 @@ import time
 from typing import Literal
 
 import msgspec
-from aiohttp.http_exceptions import HttpProcessingError
 
 from uvimg.core.message import Request
 from uvimg.service import AccessLog
@@ -22,13 +21,6 @@ def set_up(form: Literal["text", "json"], level: str) -> None:
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     # Warnings about malformed requests are the client's business, and anybody can cause them.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
-    logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
-
-
-def _is_our_fault(record: logging.LogRecord) -> bool:
-    """aiohttp tells malformed requests and failures of our handler alike, as errors with their exception."""
-    exc = record.exc_info[1] if record.exc_info else None
-    return not isinstance(exc, HttpProcessingError | ConnectionError)
 
 
 def make_access_log() -> AccessLog:

@@ -9,6 +9,7 @@ the body.
 
 import asyncio
 import dataclasses
+import logging
 import socket
 import ssl
 from collections.abc import AsyncIterable, AsyncIterator
@@ -45,7 +46,7 @@ def application(settings: Settings) -> web.Application:
     host's business. Starting raises what `uvimg serve` would complain of.
     """
     # Listening for itself is no business of a guest: /health and /metrics are pages like others here.
-    alone = dataclasses.replace(settings, operations_listen="")
+    alone = dataclasses.replace(settings, operations_listen=())
     app = web.Application()
     mounted = _Mounted()
     # Without Expect's own handler: nobody is asked for a body before somebody wants it.
@@ -117,6 +118,7 @@ class AiohttpFrontEnd:
 
     def __init__(self, service: Service, settings: WebSettings) -> None:
         self._service, self._settings = service, settings
+        logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
         self._servers: list[asyncio.Server] = []
         self._listeners: list[socket.socket] = []
         self._drain = Drain()
@@ -185,6 +187,12 @@ class AiohttpFrontEnd:
         finally:
             response.release()
             gate.answered()
+
+
+def _is_our_fault(record: logging.LogRecord) -> bool:
+    """aiohttp tells what a client did and failures of our handler alike, as errors with their exception."""
+    exc = record.exc_info[1] if record.exc_info else None
+    return not isinstance(exc, HttpProcessingError | ConnectionError)
 
 
 class _GatedServer(web.Server):
