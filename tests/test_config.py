@@ -134,6 +134,9 @@ def test_an_unknown_variable_of_ours_is_an_error_and_others_are_not() -> None:
     with pytest.raises(ConfigError, match=r"unknown setting qualty .*UVIMG_QUALTY"):
         load({}, {"UVIMG_QUALTY": "3"})
     assert load({}, {"QUALITY": "3"}) == load({}, {})
+    # Whoever embeds it types the names himself.
+    with pytest.raises(ConfigError, match=r"unknown setting qualty"):
+        load({"qualty": 3}, {})
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,8 @@ def _serve(settings: Settings, supervisor_pid: int | None) -> int:
     # Only here: the other commands need neither loop nor server.
     import uvloop
 
-    from uvimg.app import CannotStart, serve
+    from uvimg.app import serve
+    from uvimg.assembly import CannotStart
     from uvimg.imaging.pool import WorkerDied
 
     try:

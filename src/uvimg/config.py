@@ -190,9 +190,7 @@ class Settings:
     )
     front_end: Literal["aiohttp", "streams", "transport"] = _setting("aiohttp", _SERVER, "What speaks HTTP.")
     loop: Literal["uvloop", "asyncio"] = _setting("uvloop", _SERVER, "The event loop it runs on.")
-    max_connections: int = _setting(
-        20_000, _SERVER, "Connections at a time, where the front-end counts them (not aiohttp); more are closed.", low=1
-    )
+    max_connections: int = _setting(20_000, _SERVER, "Connections at a time; more are closed.", low=1)
     backlog: int = _setting(
         4096, _SERVER, "Connections the kernel may hold until they are accepted.", low=1, high=65_535
     )
@@ -374,7 +372,7 @@ def load(
             _put(values, by_name, name.lower() if name.isupper() else name, value, f"from the environment's {key}")
     for key, value in flags.items():
         if value is not None:
-            flag = key if by_name[key].positional else "--" + key.replace("_", "-")
+            flag = key if key in by_name and by_name[key].positional else "--" + key.replace("_", "-")
             _put(values, by_name, key, value, f"from {flag}")
     settings = Settings(**values)
     _check_together(settings)
