@@ -91,6 +91,8 @@ class Load:
                         self.answered += 1
                         if b"connection: close" in answer.lower():
                             break
+                        # Light: the servers need the cores.
+                        self._over.wait(0.005)
                 except ConnectionError as exc:
                     if asked or not self.is_stopping:
                         self.failures.append(f"after {asked} answers: {exc!r}")
@@ -156,14 +158,14 @@ def test_stopping_under_load_cuts_no_answer(start: Callable[..., Server]) -> Non
     assert load.failures == []
 
 
-@pytest.mark.parametrize("front_end", ["transport", "aiohttp"])
-def test_renewing_under_load_fails_no_request(start: Callable[..., Server], front_end: str) -> None:
-    server = start(front_end=front_end)
+@pytest.mark.parametrize(("front_end", "processes"), [("transport", 1), ("aiohttp", 2)])
+def test_renewing_under_load_fails_no_request(start: Callable[..., Server], front_end: str, processes: int) -> None:
+    server = start(front_end=front_end, processes=processes, workers=processes)
     first = serving(server)
     with Load(server) as load:
         wait_until(lambda: load.answered > 200)
         server.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: len(serving(server)) == 2 and not serving(server) & first, 60)
+        wait_until(lambda: len(serving(server)) == processes and not serving(server) & first, 60)
         before = load.answered
         wait_until(lambda: load.answered > before + 200)
     assert load.failures == []
@@ -220,15 +222,10 @@ def test_a_reload_reads_the_configuration_again_and_a_broken_one_changes_nothing
         assert not select.select([manager], [], [], 0)[0]
 
 
-def test_alone_a_hangup_changes_nothing_and_says_so(start: Callable[..., Server]) -> None:
-    server = start(processes=0, workers=1, store="memory:")
+def test_alone_a_hangup_is_only_told_and_a_drain_delay_goes_on_as_before(start: Callable[..., Server]) -> None:
+    server = start(processes=0, drain_delay_s=1, store="memory:", workers=1)
     server.process.send_signal(signal.SIGHUP)
     wait_until(lambda: "reloading needs processes" in server.log)
-    assert server.get("/echo").status_code == 200
-
-
-def test_a_drain_delay_goes_on_as_before(start: Callable[..., Server]) -> None:
-    server = start(processes=0, drain_delay_s=1, store="memory:", workers=1)
     began = time.monotonic()
     server.process.terminate()
     answered = 0.0

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import socket
 import ssl
-import subprocess
 import time
 import warnings
 from collections.abc import Iterator
@@ -12,32 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Server, make_photo
 from tests.test_wire import HURRY, statuses, wait_until
 from tests.wire_server import Wire, get, last, receive_all
 
 EVERY_FRONT_END = True
-
-
-def make_certificate(folder: Path, *options: str) -> Path:
-    """A key and a certificate for localhost, in one file."""
-    path = folder / "certificate.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2"),
-            *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
-            *("-keyout", str(folder / "key.pem"), "-out", str(path), *(options or ("-nodes",))),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    path.write_text(path.read_text() + (folder / "key.pem").read_text())
-    return path
-
-
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_certificate(tmp_path_factory.mktemp("certificate"))
 
 
 @pytest.fixture(scope="module")
@@ -55,21 +32,6 @@ def connect(wire: Wire, certificate: Path, **options: int) -> ssl.SSLSocket:
     context = ssl.create_default_context(cafile=str(certificate))
     context.set_alpn_protocols(["h2", "http/1.1"])
     return context.wrap_socket(wire.connect(**options), server_hostname="localhost")
-
-
-def test_an_upload_and_a_rendition_go_over_https(tmp_path: Path, front_end: dict[str, str], certificate: Path) -> None:
-    server = Server(tmp_path, workers=1, tls_certificate=certificate, tls_key=certificate, **front_end)
-    try:
-        assert server.url.startswith("https:")
-        server.http.verify = str(certificate)
-        photo = make_photo(800, 300, 200)
-        md5 = server.upload(photo)
-        assert server.get(f"/{md5}?p=0").content == photo
-        assert server.image(f"/{md5}?w=30").width == 30
-        large = photo + bytes(6_000_000)
-        assert server.get(f"/{server.upload(large)}?p=0").content == large
-    finally:
-        server.kill()
 
 
 def test_the_protocol_is_http_1_1_over_tls_1_2_or_newer(secure: Wire, certificate: Path) -> None:
