@@ -54,7 +54,7 @@ def test_a_request_that_was_on_its_way_is_answered_and_told_to_be_the_last(start
     assert reading.recv(12) == b"HTTP/1.1 200"
     # Whoever waits to be let in is let in first.
     os.kill(wire.process.pid, signal.SIGSTOP)
-    waiting = [wire.connect() for _ in range(20)]
+    waiting = [wire.connect() for _ in range(120)]
     for connection in waiting:
         connection.sendall(get("/now/waited"))
     wire.process.terminate()

@@ -41,6 +41,7 @@ log = logging.getLogger("uvimg.web")
 # Files are sent in such pieces. A large one is read in a thread: a disk may take its time.
 _PIECE_BYTES = 262_144
 _READ_AT_ONCE_BYTES = 1 << 20
+# Others wait to be served meanwhile.
 _ACCEPT_AT_ONCE = 100
 # How late a deadline may be noticed.
 _WATCH_S = 0.25
@@ -73,7 +74,7 @@ class StreamsFrontEnd:
         for listener in self._listeners:
             loop.remove_reader(listener)
             # Whoever waits in the queue is let in: closing would reset the connection.
-            self._accept(listener)
+            self._accept(listener, most=self._settings.backlog)
             listener.close()
         await self._drain.run(self._all_closed, self._close_idle, self._settings.grace_s)
         for task in [*self._talking, self._watching]:
@@ -103,9 +104,9 @@ class StreamsFrontEnd:
         if listener.fileno() >= 0:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
-    def _accept(self, listener: socket.socket) -> None:
-        """Let in who waits; not in one call, while others wait to be served, more than a few."""
-        for _ in range(_ACCEPT_AT_ONCE):
+    def _accept(self, listener: socket.socket, most: int = _ACCEPT_AT_ONCE) -> None:
+        """Let in who waits."""
+        for _ in range(most):
             try:
                 connection, peer = listener.accept()
             except BlockingIOError:
