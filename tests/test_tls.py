@@ -20,7 +20,7 @@ EVERY_FRONT_END = True
 @pytest.fixture(scope="module")
 def secure(tmp_path_factory: pytest.TempPathFactory, front_end: dict[str, str], certificate: Path) -> Iterator[Wire]:
     """tests/wire_server.py over TLS, with deadlines that a test can wait for."""
-    hurry = {**HURRY, "HANDSHAKE_S": 0.6}
+    hurry = {**HURRY, "HANDSHAKE_S": 0.6, "WRITE_STALL_S": 2}
     pair = (front_end["front_end"], front_end["loop"])
     running = Wire(tmp_path_factory.mktemp("wire"), pair, hurry, keepalive_s=5, certificate=str(certificate))
     yield running
@@ -73,7 +73,7 @@ def test_who_reads_slowly_gets_all_of_a_large_answer_over_tls(secure: Wire, cert
         with connect(secure, certificate, SO_RCVBUF=65_536) as client:
             client.sendall(last(path))
             received = 0
-            # Slow against the stall and the lingering, for longer than either.
+            # For longer than lingering, which must not begin before the last of it has gone.
             for number in range(40):
                 received += len(client.recv(16_384))
                 if number % 4 == 3:
@@ -128,5 +128,5 @@ def test_who_never_reads_over_tls_is_dropped(secure: Wire, certificate: Path) ->
     with connect(secure, certificate, SO_RCVBUF=4096) as client:
         client.sendall(get("/file?4000000") * 5)
         wait_until(lambda: secure.open_files("socket:") > secure.own_sockets)
-        wait_until(lambda: secure.open_files("socket:") == secure.own_sockets, 5)
+        wait_until(lambda: secure.open_files("socket:") == secure.own_sockets)
     wait_until(lambda: secure.open_blobs() == 0)
