@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterable, AsyncIterator
 from typing import Any
 from urllib.parse import unquote
@@ -22,17 +23,21 @@ from aiohttp.http_exceptions import HttpProcessingError
 from uvimg.assembly import assemble
 from uvimg.config import Settings
 from uvimg.core.errors import BadRequest, RequestTimeout, UvimgError
-from uvimg.core.http1 import BODY_BYTES_PER_S, BODY_START_S, HANDSHAKE_S, Head, parse_head
+from uvimg.core.http1 import BODY_BYTES_PER_S, BODY_START_S, HANDSHAKE_S, Head, encode_head, parse_head
 from uvimg.core.message import FilePart, Request, Response
+from uvimg.core.negotiate import http_date
 from uvimg.service import Service
 from uvimg.web import WebSettings, name_peer, read_part
 from uvimg.web.drain import Drain
 from uvimg.web.gate import Gate, Gates
 from uvimg.web.listen import close_servers
+from uvimg.web.memo import LONGEST_HEAD_BYTES, Memo
 from uvimg.web.tls import TlsTransport
 
 # When the grace is over: for tasks that have been told to end.
 _LAST_STEPS_S = 1.0
+# For what is nobody's business but ours.
+_NEVER_S = 1e9
 # Files are sent in such pieces. A large one is read in a thread: a disk may take its time.
 _PIECE_BYTES = 262_144
 _READ_AT_ONCE_BYTES = 1 << 20
@@ -121,14 +126,15 @@ class AiohttpFrontEnd:
         logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
         self._servers: list[asyncio.Server] = []
         self._listeners: list[socket.socket] = []
-        self._drain = Drain()
+        self._memo, self._drain = Memo(service, settings.memo_bytes), Drain()
 
     async def start(self, listeners: list[socket.socket]) -> None:
         self.server = _GatedServer(
             self._handle,
             # A client that goes away frees what works for it.
             handler_cancellation=True,
-            keepalive_timeout=self._settings.keepalive_s,
+            # The gate knows when a connection is idle: it answers by itself too.
+            keepalive_timeout=_NEVER_S,
             # An image is no text: a body that says it is compressed is taken as it is, and refused.
             auto_decompress=False,
             # The gate lingers.
@@ -136,7 +142,7 @@ class AiohttpFrontEnd:
             # Ours says the same for every front-end.
             access_log=None,
         )
-        self.server.gates = Gates(self.server.make_inner, self._settings.max_connections, self._drain)
+        self.server.gates = Gates(self.server.make_inner, self._settings, self._memo, self._drain)
         self.server.tls = self._settings.tls
         self._listeners = listeners
         loop = asyncio.get_running_loop()
@@ -149,6 +155,7 @@ class AiohttpFrontEnd:
         return len(self.server.gates.open)
 
     async def stop(self) -> None:
+        self._memo.stop()
         await close_servers(self._servers, self._listeners)
         gates = self.server.gates
         await self._drain.run(gates.all_closed, gates.close_idle, self._settings.grace_s)
@@ -161,14 +168,18 @@ class AiohttpFrontEnd:
             # It has gone, and aiohttp has not yet heard of it.
             return web.Response(status=400)
         assert isinstance(gate, Gate)
-        head = gate.take()
+        head, data = gate.take()
         if isinstance(head, UvimgError):
             response, body = self._service.refuse_head(head), False
         else:
             pieces = _read_body(incoming, head, gate) if head.has_body else _NOTHING
             request = _make_request(head, gate.peer, pieces, head.path, "")
+            repeats = not head.has_body and len(data) <= LONGEST_HEAD_BYTES
+            version = self._memo.begin(data) if repeats else None
             tried = self._service.try_now(request)
-            if tried is None:
+            if tried is not None:
+                self._remember(data, version, head, request, tried)
+            else:
                 if not head.has_body:
                     gate.work()
                 tried = await self._service.handle(request)
@@ -187,6 +198,14 @@ class AiohttpFrontEnd:
         finally:
             response.release()
             gate.answered()
+
+    def _remember(self, data: bytes, version: int | None, head: Head, request: Request, response: Response) -> None:
+        body = b"" if head.method == "HEAD" else response.body
+        if version is None or isinstance(body, FilePart):
+            return
+        date = http_date(int(time.time()))
+        start = encode_head(response, date, keep_alive=head.keep_alive, is_1_0=head.is_1_0)
+        self._memo.keep(data, version, start + body, not head.keep_alive, request, response)
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:

@@ -3,6 +3,7 @@
 Heads are read by core/http1.py, as for every front-end. aiohttp is then told of a request only what it needs to take
 its body and frame its answer; whoever answers takes the head itself from here (`take`). A head that is refused
 reaches aiohttp as a request too: so the refusal stands in its place, behind the answers to what came before it.
+What came before, to the byte, and stands alone is answered here (web/memo.py).
 Between them two objects would each see half of a connection: this one is aiohttp's transport and the transport's
 protocol.
 """
@@ -26,8 +27,9 @@ from uvimg.core.http1 import (
     check_start,
     parse_head,
 )
-from uvimg.web import name_peer
+from uvimg.web import WebSettings, name_peer
 from uvimg.web.drain import Drain
+from uvimg.web.memo import Memo
 
 # What may wait behind requests that are being answered, in bytes; and in requests that aiohttp has been told of.
 _MAX_AHEAD_BYTES = 131_072
@@ -48,8 +50,11 @@ _TOLD = {
 class Gates:
     """All connections of one front-end. `make_inner` makes aiohttp's handler of one."""
 
-    def __init__(self, make_inner: Callable[[], asyncio.Protocol], max_connections: int, drain: Drain) -> None:
-        self.make_inner, self.max_connections, self.drain = make_inner, max_connections, drain
+    def __init__(
+        self, make_inner: Callable[[], asyncio.Protocol], settings: WebSettings, memo: Memo, drain: Drain
+    ) -> None:
+        self.make_inner, self.drain, self.recall = make_inner, drain, memo.recall
+        self.max_connections, self.keepalive_s = settings.max_connections, settings.keepalive_s
         self.open: set[Gate] = set()
         self.loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
@@ -79,8 +84,11 @@ class Gates:
         while True:
             await asyncio.sleep(_WATCH_S)
             now = self.loop.time()
-            for gate in [each for each in self.open if min(each.deadline, each.write_deadline) < now]:
-                gate.expire(now)
+            for gate in list(self.open):
+                if gate.repeated:
+                    gate.rest(now)
+                elif gate.deadline < now or gate.write_deadline < now:
+                    gate.expire(now)
 
 
 class Gate(asyncio.Protocol, asyncio.Transport):
@@ -99,8 +107,8 @@ class Gate(asyncio.Protocol, asyncio.Transport):
         # What is still to come of a body: so many bytes, or chunks.
         self._left = 0
         self._chunks: Chunks | None = None
-        # Heads that nobody has taken, and how many requests are not answered to their end.
-        self._heads: deque[Head | UvimgError] = deque()
+        # Heads that nobody has taken, each with its bytes, and how many requests are not answered to their end.
+        self._heads: deque[tuple[Head | UvimgError, bytes]] = deque()
         self._unanswered = 0
         # Who reads a body, and why there will be no more of it.
         self._reader: asyncio.StreamReader | Any = None
@@ -114,6 +122,8 @@ class Gate(asyncio.Protocol, asyncio.Transport):
         self._untaken = 0
         # The socket is read unless one of us has no room.
         self._inner_full = self._full = self._paused = False
+        # Since a watcher last looked, there was an answer from memory: it is idle from then on.
+        self.repeated = False
         # Until when the client must have sent what is awaited, and until when taken what was written.
         self.deadline = self.write_deadline = math.inf
 
@@ -135,6 +145,7 @@ class Gate(asyncio.Protocol, asyncio.Transport):
         # Not 0, which TLS takes for a buffer that is above its mark while it is empty; and not earlier, for with bytes
         # of the handshake in it writing is paused in this call.
         outer.set_write_buffer_limits(high=1)
+        self.rest(self._loop.time())
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._outer = None
@@ -165,10 +176,11 @@ class Gate(asyncio.Protocol, asyncio.Transport):
             and self._chunks is None
             and len(self._heads) < _MAX_AHEAD
         ):
-            try:
-                self._pass_head(parse_head(data))
-            except UvimgError as exc:
-                self._refuse(exc)
+            if self._unanswered or not self._writable or not self._repeat(data):
+                try:
+                    self._pass_head(parse_head(data), data)
+                except UvimgError as exc:
+                    self._refuse(exc)
             return
         self._buffer = data
         self._advance()
@@ -248,12 +260,12 @@ class Gate(asyncio.Protocol, asyncio.Transport):
 
     # What whoever answers calls
 
-    def take(self) -> Head | UvimgError:
-        """The next request's head, or why it is none."""
-        head = self._heads.popleft()
+    def take(self) -> tuple[Head | UvimgError, bytes]:
+        """The next request's head, or why it is none, and its bytes."""
+        taken = self._heads.popleft()
         if self._buffer:
             self._advance()
-        return head
+        return taken
 
     @property
     def has_more(self) -> bool:
@@ -280,6 +292,8 @@ class Gate(asyncio.Protocol, asyncio.Transport):
         if not self._unanswered and (self._ended or (self._gates.drain.is_over and not self._in_head)):
             # Behind the call that aiohttp writes it in.
             self._loop.call_soon(self.close)
+        else:
+            self.rest(self._loop.time())
 
     # Ends
 
@@ -289,8 +303,14 @@ class Gate(asyncio.Protocol, asyncio.Transport):
             self._last = self._closing = True
             self._outer.close()
 
+    def rest(self, now: float) -> None:
+        """Between requests, unless something else has begun since."""
+        self.repeated = False
+        if not (self._unanswered or self._in_head or self._closing) and self._writable:
+            self.deadline = now + self._gates.keepalive_s
+
     def expire(self, now: float) -> None:
-        """A deadline has passed: of a write, of a head or of lingering."""
+        """A deadline has passed: of a write, of a head, of idling or of lingering."""
         if self.write_deadline < now and self._outer is not None:
             untaken = self._outer.get_write_buffer_size()
             if untaken > self._untaken - WRITE_STALL_BYTES:
@@ -298,7 +318,7 @@ class Gate(asyncio.Protocol, asyncio.Transport):
             self._untaken, self.write_deadline = untaken, now + WRITE_STALL_S
             return
         self.deadline = math.inf
-        if self._closing:
+        if not self._in_head:
             self.abort()
         else:
             self._refuse(RequestTimeout("The head of the request arrived too slowly."))
@@ -329,9 +349,9 @@ class Gate(asyncio.Protocol, asyncio.Transport):
             except UvimgError as exc:
                 self._refuse(exc)
                 return
+            self._searched, self._in_head = 0, False
+            self._pass_head(head, data[at:end])
             at = end
-            self._searched, self._in_head, self.deadline = 0, False, math.inf
-            self._pass_head(head)
         if self._last:
             self._buffer = b""
         elif at:
@@ -355,9 +375,21 @@ class Gate(asyncio.Protocol, asyncio.Transport):
             self._in_head = True
             self.deadline = self._loop.time() + HEAD_S
 
-    def _pass_head(self, head: Head) -> None:
+    def _repeat(self, data: bytes) -> bool:
+        """Give an answer that was given before; whether there was one."""
+        known = self._gates.recall(data, self.peer)
+        if known is None:
+            return False
+        self.repeated = True
+        self.write(known.whole)
+        if known.last:
+            self.close()
+        return True
+
+    def _pass_head(self, head: Head, data: bytes) -> None:
         self._last = self._last or not head.keep_alive
-        self._heads.append(head)
+        self.deadline = math.inf
+        self._heads.append((head, data))
         self._unanswered += 1
         if not head.has_body:
             self._tell(_TOLD[head.method == "HEAD", head.is_1_0, head.keep_alive])
@@ -407,9 +439,9 @@ class Gate(asyncio.Protocol, asyncio.Transport):
 
     def _refuse(self, error: UvimgError) -> None:
         """Have it said why a head is none; nothing behind it can be told apart."""
-        self._last = True
+        self._last, self._in_head = True, False
         self._forget_incoming()
-        self._heads.append(error)
+        self._heads.append((error, b""))
         self._unanswered += 1
         self._tell(_TOLD[False, False, False])
 
