@@ -231,7 +231,7 @@ def test_a_request_is_answered_the_same_among_others_in_one_packet(hall: Hall, p
 
 
 # Of the places where a case can be cut, each takes one in so many, beginning elsewhere than its neighbour.
-_STRIDE = 12
+_STRIDE = 20
 
 
 def test_a_request_is_answered_the_same_wherever_it_is_cut_in_two(hall: Hall, ports: dict[str, int]) -> None:
