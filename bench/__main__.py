@@ -1,6 +1,7 @@
 """python -m bench: every suite measured beside its rivals, in the same run, on the same machine."""
 
 import argparse
+import os
 import re
 import resource
 import sys
@@ -15,10 +16,14 @@ from bench import report, variants
 from bench.result import Result, compare
 from bench.rounds import Subject, measure
 from bench.serving import BenchError
-from bench.variants import SUITES, Suite, Variant
+from bench.variants import SUITES, Site, Suite, Variant
 
 
-def main(argv: Sequence[str] | None = None, suites: dict[str, Suite] = SUITES) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    suites: dict[str, Suite] = SUITES,
+    make_site: Callable[[Path], Site] = variants.make_site,
+) -> int:
     """0: measured. 1: a server failed or has become slower. 2: asked wrongly."""
     parser = _make_parser(suites)
     arguments = parser.parse_args(argv)
@@ -28,12 +33,16 @@ def main(argv: Sequence[str] | None = None, suites: dict[str, Suite] = SUITES) -
         print(_list_suites(suites.values()))
         return 0
     try:
-        return _run(arguments, suites)
+        return _run(arguments, suites, make_site)
     except BenchError as exc:
         print(f"bench: {exc}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+# Where the load average is above this, somebody else works here too.
+_QUIET = 0.5
 
 
 class _Parser(argparse.ArgumentParser):
@@ -97,12 +106,14 @@ def _list_suites(suites: Iterable[Suite]) -> str:
     return "\n".join(lines)
 
 
-def _run(arguments: argparse.Namespace, suites: dict[str, Suite]) -> int:
+def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Callable[[Path], Site]) -> int:
     for name in arguments.suites:
         if name not in (*suites, "all"):
             raise BenchError(f"there is no suite {name!r}; there are {', '.join(suites)} and all")
     names = list(suites) if "all" in arguments.suites else list(dict.fromkeys(arguments.suites))
     old = report.read_json(arguments.compare) if arguments.compare else None
+    # Where Debian has nginx; only root's PATH has it.
+    os.environ["PATH"] += ":/usr/sbin"
     if missing := variants.find_missing("taskset"):
         raise BenchError(missing)
     seconds = arguments.seconds or (1.0 if arguments.quick else 2.0)
@@ -122,15 +133,20 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite]) -> int:
     ]
     if not any(groups):
         raise BenchError("there is no such case or server; python -m bench --list shows all")
+    if arguments.json:
+        # Now, not after ten minutes of measuring.
+        report.check_writable(arguments.json)
     # Thousands of connections, here and in every child.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     machine = report.describe_machine()
     print(" · ".join(f"{name} {value}" for name, value in machine.items()))
     print(f"{rounds} rounds of {seconds:g} s")
+    if float(machine["load average"]) > _QUIET:
+        print("The machine is not quiet: figures vary more, and requests/s are worth little.")
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        site = variants.make_site(Path(folder))
+        site = make_site(Path(folder))
         # disable=None: only where somebody watches.
         with tqdm(total=sum(map(len, groups)) * rounds, unit="round", disable=None, leave=False) as bar:
 
@@ -141,10 +157,10 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite]) -> int:
             for subjects in groups:
                 results += measure(subjects, site, seconds, rounds, watch)
                 for suite, case in dict.fromkeys((subject.suite, subject.case) for subject in subjects):
-                    bar.write(report.format_case(suite, case.name, results, case.goals))
+                    bar.write(report.format_case(suite, case.name, results, case.goals, case.published))
                 sys.stdout.flush()
     if arguments.json:
-        report.write_json(arguments.json, machine, results)
+        report.write_json(arguments.json, machine, seconds, results)
     failed = [result for result in results if result.outcome == "failed"]
     if failed:
         print(f"\nFAILED: {len(failed)}, see above", file=sys.stderr)

@@ -10,14 +10,15 @@ import contextlib
 import json
 import re
 import signal
-import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Protocol
 
+from bench.exchange import Ask, Reply, check, connect, exchange_on
 from bench.serving import Address, BenchError, Cores, Server, pin
 
 # How the requests of one load differ: not at all; not at all, but by the way that the others take through wrk;
@@ -25,19 +26,18 @@ from bench.serving import Address, BenchError, Cores, Server, pin
 Variety = Literal["same", "same by Lua", "10,000", "never the same"]
 _TIMEOUT_S = 10
 _MIN_WARM_UP_S = 0.3
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A GET and the answer that must come to it."""
-
-    path: str
-    status: int
-    # None: whatever comes.
-    body: bytes | None
-    fields: tuple[tuple[str, str], ...] = ()
-    # Names of fields, and how their values begin.
-    expected: tuple[tuple[str, str], ...] = ()
+# Enough to look at answers with. Thousands take a while to be made, and are made again when they are counted.
+_LOOK_CONNECTIONS = 100
+# Where too many come at once for a backlog, the kernel tries again after 1, 3 and 7 seconds.
+_CONNECT_S = 20.0
+# As many as zimg's table was made with, and what is enough to see whether it works.
+_NEW_CONNECTIONS = 200_000
+_NEW_CONNECTIONS_QUICK = 20_000
+_MOST_S = 300.0
+# wrk looks every 100 ms whether it is to end; closing thousands of connections takes it longer.
+_END_S = 30.0
+# The server has its first buffers, caches and code in memory.
+_FIRST_IDLE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,66 +53,8 @@ class Count:
     max_ms: float = 0.0
     # What of `wrong` is which, in words.
     errors: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    status: int
-    fields: dict[str, str]
-    body: bytes
-    # Of the whole answer as it came.
-    size: int
-
-
-# Looking at one answer
-
-
-def exchange(address: Address, ask: Ask) -> Reply:
-    """Ask once, on a connection of its own."""
-    with socket.create_connection(address, _TIMEOUT_S) as connection:
-        return exchange_on(connection, address, ask)
-
-
-def exchange_on(connection: socket.socket, address: Address, ask: Ask) -> Reply:
-    """Ask once; the answer must have a Content-Length or no body. BenchError when none comes."""
-    fields = "".join(f"{name}: {value}\r\n" for name, value in ask.fields)
-    connection.sendall(f"GET {ask.path} HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\n{fields}\r\n".encode())
-    data = b""
-    try:
-        while b"\r\n\r\n" not in data:
-            data += _receive(connection)
-        head, _, _ = data.partition(b"\r\n\r\n")
-        lines = head.decode("latin-1").split("\r\n")
-        found = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])}
-        status = int(lines[0].split(" ")[1])
-        length = 0 if status in (204, 304) else int(found.get("content-length", "0"))
-        while len(data) < len(head) + 4 + length:
-            data += _receive(connection)
-    except (OSError, ValueError, IndexError) as exc:
-        raise BenchError(f"no HTTP answer to GET {ask.path}: {exc}") from None
-    return Reply(status, found, data[len(head) + 4 :], len(data))
-
-
-def _receive(connection: socket.socket) -> bytes:
-    data = connection.recv(262_144)
-    if not data:
-        raise ValueError("the connection was closed")
-    return data
-
-
-def check(address: Address, ask: Ask) -> Reply:
-    """The whole answer, which must be the expected one: BenchError says what is wrong with it."""
-    reply = exchange(address, ask)
-    if reply.status != ask.status:
-        raise BenchError(f"GET {ask.path} was answered {reply.status} instead of {ask.status}")
-    if ask.body is not None and reply.body != ask.body:
-        raise BenchError(
-            f"GET {ask.path} was answered with another body: {len(reply.body)} bytes, {len(ask.body)} expected"
-        )
-    for name, start in ask.expected:
-        if not reply.fields.get(name.lower(), "").startswith(start):
-            raise BenchError(f"GET {ask.path} was answered with {name}: {reply.fields.get(name.lower())!r}")
-    return reply
+    # Of the body, where the program says it.
+    length: int = 0
 
 
 # wrk
@@ -231,10 +173,26 @@ def parse_ab(text: str) -> Count:
         sum(errors.values()),
         *(float(mean[1]) if mean else 0.0, float(p99[1]) if p99 else 0.0, float(mean[2]) if mean else 0.0),
         ", ".join(f"{number} {name}" for name, number in errors.items() if number),
+        int(number("Document Length")),
     )
 
 
 # Loads
+
+
+class Load(Protocol):
+    """What a server is put under."""
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """What has to be installed."""
+
+    @property
+    def most_rounds(self) -> int:
+        """More rounds than this say nothing new, or take too long."""
+
+    def run(self, server: Server, asks: list[Ask], cores: Cores, seconds: float) -> dict[str, float]:
+        """One round: measure → value. BenchError when an answer was wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,43 +201,201 @@ class KeepAlive:
 
     connections: int
     variety: Variety = "same"
-    program = "wrk"
+
+    programs = ("wrk", "ss")
+    most_rounds = 100
 
     def run(self, server: Server, asks: list[Ask], cores: Cores, seconds: float) -> dict[str, float]:
-        """One warm-up and one measured run. BenchError when an answer was wrong."""
         replies = [check(address, ask) for address, ask in zip(server.addresses, asks, strict=True)]
-        lengths = [len(reply.body) for reply in replies]
-        self._load(server, asks, cores, max(_MIN_WARM_UP_S, seconds / 4), lengths)
-        before = server.cpu_s()
-        counts = self._load(server, asks, cores, seconds)
+        self._look(server, asks, cores, max(_MIN_WARM_UP_S, seconds / 4), replies)
+        with contextlib.ExitStack() as stack:
+            running = [
+                stack.enter_context(
+                    _start_wrk(address, ask, self.variety, self.connections // len(asks), len(asks), cores)
+                )
+                for address, ask in zip(server.addresses, asks, strict=True)
+            ]
+            _await_answers(running, server, self.connections, replies)
+            window = _Window(server, running, [reply.size for reply in replies])
+            _wait(running, seconds)
+            measures = window.close()
+            established = _count_established(server.addresses)
+            counts = _stop_wrk(running)
+        _check_counts(server, counts)
+        if established < self.connections:
+            raise BenchError(f"{established} connections were left of {self.connections}")
         for count, reply in zip(counts, replies, strict=True):
-            if self.variety == "same":
-                _check_size(count, reply.size, self.connections)
-        return summarise(counts, server, before)
+            # All are of one length. Those that were under way at the end are in the bytes alone.
+            least, most = count.requests * reply.size, (count.requests + self.connections) * reply.size
+            if not least <= count.bytes <= most:
+                raise BenchError(
+                    f"{count.requests} answers of {reply.size} bytes make {count.bytes} bytes: other answers came"
+                )
+        return {**measures, **summarise_latency(counts)}
 
-    def _load(
-        self, server: Server, asks: list[Ask], cores: Cores, seconds: float, lengths: list[int] | None = None
-    ) -> list[Count]:
-        """Load all addresses at once. With `lengths` of the bodies that must come every answer is looked at."""
-        each = self.connections // len(asks)
-        threads = min(4, each, max(1, len(cores.load) // len(asks)))
+    def _look(self, server: Server, asks: list[Ask], cores: Cores, seconds: float, replies: list[Reply]) -> None:
+        """The warm-up, in which every answer is looked at."""
+        each = max(1, min(self.connections, _LOOK_CONNECTIONS) // len(asks))
+        with contextlib.ExitStack() as stack:
+            running = [
+                stack.enter_context(_start_wrk(address, ask, self.variety, each, len(asks), cores, len(reply.body)))
+                for address, ask, reply in zip(server.addresses, asks, replies, strict=True)
+            ]
+            _await_answers(running, server, each * len(asks), replies)
+            _wait(running, seconds)
+            counts = _stop_wrk(running)
+        _check_counts(server, counts)
+
+
+@dataclass(frozen=True, slots=True)
+class NewConnections:
+    """ab with so many connections at a time, and a new one for every request."""
+
+    connections: int
+
+    programs = ("ab",)
+    most_rounds = 3
+
+    def run(self, server: Server, asks: list[Ask], cores: Cores, seconds: float) -> dict[str, float]:
+        for address, ask in zip(server.addresses, asks, strict=True):
+            check(address, ask)
+        requests = _NEW_CONNECTIONS if seconds >= 2 else _NEW_CONNECTIONS_QUICK
+        before = server.cpu_s()
         with contextlib.ExitStack() as stack:
             running = []
-            for number, ((host, port), ask) in enumerate(zip(server.addresses, asks, strict=True)):
-                script = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".lua"))
-                script.write(write_script(ask, self.variety, None if lengths is None else lengths[number]))
-                script.flush()
-                # It is stopped by SIGINT: its own -d knows whole seconds only.
-                command = ["wrk", f"-t{threads}", f"-c{each}", "-d1h", "--timeout", f"{_TIMEOUT_S}s", "-s", script.name]
-                for name, value in ask.fields:
-                    command += ["-H", f"{name}: {value}"]
-                running.append(stack.enter_context(_start([*command, f"http://{host}:{port}{ask.path}"], cores)))
-            _wait(running, seconds)
-            for process in running:
-                process.send_signal(signal.SIGINT)
-            counts = [parse_wrk(process.communicate(timeout=30)[0]) for process in running]
+            for (host, port), ask in zip(server.addresses, asks, strict=True):
+                each = f"-n{requests // len(asks)}", f"-c{self.connections // len(asks)}"
+                # -r counts a broken connection and goes on, instead of ending there.
+                command = ["ab", "-q", "-r", *each, f"-s{_TIMEOUT_S}", f"http://{host}:{port}{ask.path}"]
+                running.append(stack.enter_context(_start(command, cores)))
+            counts = [parse_ab(_listen(process, "ab", _MOST_S)) for process in running]
         _check_counts(server, counts)
-        return counts
+        for count, ask in zip(counts, asks, strict=True):
+            # ab itself holds all against the first.
+            if ask.body is not None and count.length != len(ask.body):
+                raise BenchError(f"ab got {count.length} bytes, not {len(ask.body)}")
+        answers, longest = sum(count.requests for count in counts), max(count.seconds for count in counts)
+        return {
+            "rate": answers / longest,
+            **summarise_cost(server, before, answers, longest),
+            **summarise_latency(counts),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Connections that have had one answer and are kept open: what each of them holds of the server's memory."""
+
+    connections: int
+
+    programs = ()
+    # Later ones find the memory of the first.
+    most_rounds = 1
+
+    def run(self, server: Server, asks: list[Ask], cores: Cores, seconds: float) -> dict[str, float]:
+        with contextlib.ExitStack() as stack:
+            self._open(stack, server, asks, _FIRST_IDLE)
+            before = server.rss_bytes()
+            self._open(stack, server, asks, self.connections)
+            held = server.rss_bytes() - before
+        return {"connection_kib": held / self.connections / 1024} if before else {}
+
+    def _open(self, stack: contextlib.ExitStack, server: Server, asks: list[Ask], count: int) -> None:
+        for address, ask in zip(server.addresses, asks, strict=True):
+            for _ in range(count // len(asks)):
+                connection = stack.enter_context(connect(address))
+                if exchange_on(connection, address, ask).status != ask.status:
+                    raise BenchError(f"another status than {ask.status} on one of {self.connections} connections")
+
+
+class _Window:
+    """What happens on a server from here on, while the load is on: connecting, and the end, are not in it.
+
+    wrk tells what it counted only at its end, but the kernel tells what it has read, and all answers have one length.
+    """
+
+    def __init__(self, server: Server, running: "list[subprocess.Popen[str]]", sizes: list[int]) -> None:
+        self._server, self._running, self._sizes = server, running, sizes
+        self._began, self._answers, self._cpu = time.monotonic(), self._count(), server.cpu_s()
+
+    def _count(self) -> float:
+        return sum(_read_bytes_in(process.pid) / size for process, size in zip(self._running, self._sizes, strict=True))
+
+    def close(self) -> dict[str, float]:
+        """The measures of the server's side."""
+        self._server.check_alive()
+        seconds, answers = time.monotonic() - self._began, self._count() - self._answers
+        if answers <= 0:
+            raise BenchError(f"no answer within {seconds:.1f} s")
+        return {"rate": answers / seconds, **summarise_cost(self._server, self._cpu, answers, seconds)}
+
+
+def _read_bytes_in(pid: int) -> int:
+    try:
+        found = re.search(r"^rchar: (\d+)", Path(f"/proc/{pid}/io").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    if found is None:
+        raise BenchError("the load ended too early")
+    return int(found[1])
+
+
+@contextlib.contextmanager
+def _start_wrk(
+    address: Address,
+    ask: Ask,
+    variety: Variety,
+    connections: int,
+    clients: int,
+    cores: Cores,
+    length: int | None = None,
+) -> Iterator["subprocess.Popen[str]"]:
+    """One of so many clients at the same time. With a `length` of the body it looks at every answer."""
+    threads = min(4, connections, max(1, len(cores.load) // clients))
+    with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
+        script.write(write_script(ask, variety, length))
+        script.flush()
+        # It is stopped by SIGINT: its own -d knows whole seconds only.
+        command = ["wrk", f"-t{threads}", f"-c{connections}", "-d1h", f"--timeout={_TIMEOUT_S}s", "-s", script.name]
+        for name, value in ask.fields:
+            command += ["-H", f"{name}: {value}"]
+        with _start([*command, f"http://{address[0]}:{address[1]}{ask.path}"], cores) as process:
+            yield process
+
+
+def _await_answers(
+    running: "list[subprocess.Popen[str]]", server: Server, connections: int, replies: list[Reply]
+) -> None:
+    """Until all connections are made, and about one answer has come on each."""
+    deadline = time.monotonic() + _CONNECT_S
+    wanted: list[int] = []
+    while True:
+        established = _count_established(server.addresses)
+        if not wanted and established >= connections:
+            each = connections // len(running)
+            wanted = [
+                _read_bytes_in(process.pid) + each * reply.size for process, reply in zip(running, replies, strict=True)
+            ]
+        if wanted and all(_read_bytes_in(process.pid) >= size for process, size in zip(running, wanted, strict=True)):
+            return
+        _check_running(running)
+        if time.monotonic() > deadline:
+            raise BenchError(f"{established} of {connections} connections after {_CONNECT_S:g} s, and not all answered")
+        time.sleep(0.02)
+
+
+def _stop_wrk(running: "list[subprocess.Popen[str]]") -> list[Count]:
+    for process in running:
+        process.send_signal(signal.SIGINT)
+    return [parse_wrk(_listen(process, "wrk", _END_S)) for process in running]
+
+
+def _listen(process: "subprocess.Popen[str]", name: str, seconds: float) -> str:
+    """All that it says until it ends, which must be within so many seconds."""
+    try:
+        return process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        raise BenchError(f"{name} did not end within {seconds:g} s") from None
 
 
 @contextlib.contextmanager
@@ -299,10 +415,26 @@ def _start(command: list[str], cores: Cores) -> Iterator["subprocess.Popen[str]"
 
 
 def _wait(running: "list[subprocess.Popen[str]]", seconds: float) -> None:
-    """So long, or until one of them ends too early."""
     deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0 and all(process.poll() is None for process in running):
+    while (left := deadline - time.monotonic()) > 0:
+        _check_running(running)
         time.sleep(min(left, 0.25))
+
+
+def _check_running(running: "list[subprocess.Popen[str]]") -> None:
+    """BenchError, with what it said, when a load generator has ended too early."""
+    for process in running:
+        if process.poll() is not None:
+            raise BenchError(f"the load ended too early: {' '.join(process.communicate()[0].split())[-200:]}")
+
+
+def _count_established(addresses: Sequence[Address]) -> int:
+    """Connections to these addresses, as the kernel counts them on the clients' side."""
+    counted = 0
+    for host, port in addresses:
+        command = ["ss", "-Htn", "state", "established", "dst", f"{host}:{port}"]
+        counted += subprocess.run(command, capture_output=True, check=True).stdout.count(b"\n")
+    return counted
 
 
 def _check_counts(server: Server, counts: list[Count]) -> None:
@@ -314,26 +446,25 @@ def _check_counts(server: Server, counts: list[Count]) -> None:
             raise BenchError("no answer at all")
 
 
-def _check_size(count: Count, size: int, connections: int) -> None:
-    # Answers that were under way at the end are in the bytes alone.
-    if not count.requests * size <= count.bytes <= (count.requests + connections) * size:
-        raise BenchError(f"{count.requests} answers of {size} bytes make {count.bytes} bytes: other answers came")
-
-
-def summarise(counts: list[Count], server: Server, before: dict[int, float]) -> dict[str, float]:
-    """The measures of one round: loads at the same time add up."""
-    spent = {pid: seconds - before.get(pid, 0.0) for pid, seconds in server.cpu_s().items()}
-    requests, longest = sum(count.requests for count in counts), max(count.seconds for count in counts)
-    busy = [pid for pid, seconds in spent.items() if seconds > 0.01 * sum(spent.values())]
-    measures = {
-        "rate": sum(count.requests / count.seconds for count in counts),
+def summarise_latency(counts: Sequence[Count]) -> dict[str, float]:
+    """Of several clients at the same time."""
+    requests = sum(count.requests for count in counts)
+    return {
         "mean_ms": sum(count.mean_ms * count.requests for count in counts) / requests,
         "p99_ms": max(count.p99_ms for count in counts),
         "max_ms": max(count.max_ms for count in counts),
     }
-    if spent:
-        measures["cpu_us"] = sum(spent.values()) / requests * 1e6
-        measures["load"] = sum(spent.values()) / longest * 100
+
+
+def summarise_cost(server: Server, before: dict[int, float], answers: float, seconds: float) -> dict[str, float]:
+    """What so many answers in so many seconds cost the server's processes, if they are ours to look at."""
+    spent = {pid: now - before.get(pid, 0.0) for pid, now in server.cpu_s().items()}
+    if not spent:
+        return {}
+    total = sum(spent.values())
+    return {
+        "cpu_us": total / answers * 1e6,
+        "load": total / seconds * 100,
         # Of those that worked: helpers that were idle are not what the load cost.
-        measures["rss_mib"] = server.rss_bytes(busy) / 2**20
-    return measures
+        "rss_mib": server.rss_bytes([pid for pid, cpu_s in spent.items() if cpu_s > 0.01 * total]) / 2**20,
+    }

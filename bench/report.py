@@ -21,6 +21,7 @@ def describe_machine() -> dict[str, str]:
     return {
         "cpu": cpu[1] if cpu else platform.machine(),
         "cores": str(len(os.sched_getaffinity(0))),
+        "load average": f"{os.getloadavg()[0]:.2f}",
         "kernel": platform.release(),
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in ("uvimg", "uvloop", "aiohttp")},
@@ -39,7 +40,7 @@ def _ask_version(command: list[str]) -> str:
     return found[0] if found else "unknown"
 
 
-def format_case(suite: str, case: str, results: Sequence[Result], goals: Sequence[Goal]) -> str:
+def format_case(suite: str, case: str, results: Sequence[Result], goals: Sequence[Goal], published: str = "") -> str:
     """The table of one case: medians with the least and the most of all rounds, then what is aimed at."""
     rows = [result for result in results if (result.suite, result.case) == (suite, case)]
     shown = [name for name in MEASURES if any(name in row.measures for row in rows)]
@@ -53,6 +54,8 @@ def format_case(suite: str, case: str, results: Sequence[Result], goals: Sequenc
     lines += [f"  {row.variant}: {row.outcome.upper()}, {row.note}" for row in rows if row.outcome != "measured"]
     measured = {row.variant: row for row in rows if row.outcome == "measured"}
     lines += [_format_goal(goal, measured[goal.variant], results) for goal in goals if goal.variant in measured]
+    if published:
+        lines.append(f"  published: {published}")
     return "\n".join(lines)
 
 
@@ -83,16 +86,28 @@ def _format_goal(goal: Goal, result: Result, results: Sequence[Result]) -> str:
     sign = "≤" if goal.bound == "at most" else "≥"
     subject = f"{goal.variant}, {MEASURES[goal.measure].title}"
     than = " of ".join(filter(None, [goal.rival, f"“{goal.case}”" if goal.case else ""]))
-    aim = f"{sign} {goal.value:g}" + (f" × {than}" if goal.is_ratio else "")
+    aim = "" if goal.value is None else f" (aim {sign} {goal.value:g})"
     if verdict.figure is None:
-        return f"  ? {subject}: not measured beside {than} (aim {aim})"
-    mark = "✓" if verdict.is_met else "✗"
-    figure = f"{verdict.figure:.2f}" + (f" × {than}" if goal.is_ratio else "")
-    return f"  {mark} {subject}: {figure} (aim {sign} {goal.value:g})"
+        return f"  ? {subject}: {than} was not measured{aim}"
+    mark = {True: "✓", False: "✗", None: "·"}[verdict.is_met]
+    figure = f"{verdict.figure:.2f}"
+    if len(verdict.rounds) > 1:
+        figure += f" [{min(verdict.rounds):.2f}–{max(verdict.rounds):.2f}]"
+    if goal.is_ratio:
+        figure += f" × {than}"
+    return f"  {mark} {subject}: {figure}{aim}"
 
 
-def write_json(file: Path, machine: dict[str, str], results: Sequence[Result]) -> None:
-    document = {"machine": machine, "results": [dataclasses.asdict(result) for result in results]}
+def check_writable(file: Path) -> None:
+    """BenchError when it is not."""
+    try:
+        file.open("a").close()
+    except OSError as exc:
+        raise BenchError(f"{file}: {exc.strerror}") from exc
+
+
+def write_json(file: Path, machine: dict[str, str], seconds: float, results: Sequence[Result]) -> None:
+    document = {"machine": machine, "seconds": seconds, "results": [dataclasses.asdict(result) for result in results]}
     file.write_text(json.dumps(document, ensure_ascii=False, indent=1) + "\n")
 
 
@@ -112,6 +127,8 @@ def read_json(file: Path) -> list[Result]:
 
 def format_changes(changes: Sequence[Change]) -> str:
     """Then and now, line by line."""
+    if not changes:
+        return "\nThe older run measured none of this: there is nothing to compare"
     lines = ["\nBeside the older run (more than 1 is slower; the rivals' own change is taken out)"]
     table = [["case", "server", "measure", "then", "now", "ratio", "noise", ""]]
     for change in changes:

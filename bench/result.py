@@ -62,7 +62,8 @@ class Goal:
     variant: str
     measure: str
     bound: Literal["at most", "at least"]
-    value: float
+    # None: the figure is told, and nothing aimed at.
+    value: float | None
     rival: str = ""
     case: str = ""
 
@@ -73,24 +74,34 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A goal and what came of it; `figure` is None where one of the two was not measured."""
+    """A goal and what came of it; `figure` is None where one of the two was not measured.
+
+    The figure is that of the medians; `rounds` has that of each round with its like, to show how sure it is.
+    """
 
     goal: Goal
-    figure: float | None
-    is_met: bool | None
+    figure: float | None = None
+    is_met: bool | None = None
+    rounds: tuple[float, ...] = ()
 
 
 def judge(goal: Goal, result: Result, results: Iterable[Result]) -> Verdict:
     """Hold a goal against the medians of the same run."""
-    figure = result.median(goal.measure)
+    figure, rounds = result.median(goal.measure), result.measures.get(goal.measure, ())
     if goal.is_ratio:
         case, variant = goal.case or result.case, goal.rival or result.variant
         rival = find(results, result.suite, case, variant)
         base = rival.median(goal.measure) if rival else None
-        figure = figure / base if figure is not None and base else None
+        if figure is None or rival is None or not base:
+            return Verdict(goal)
+        figure = figure / base
+        rounds = tuple(ours / theirs for ours, theirs in zip(rounds, rival.measures[goal.measure], strict=False))
     if figure is None:
-        return Verdict(goal, None, None)
-    return Verdict(goal, figure, figure <= goal.value if goal.bound == "at most" else figure >= goal.value)
+        return Verdict(goal)
+    met = None
+    if goal.value is not None:
+        met = figure <= goal.value if goal.bound == "at most" else figure >= goal.value
+    return Verdict(goal, figure, met, rounds)
 
 
 def find(results: Iterable[Result], suite: str, case: str, variant: str) -> Result | None:

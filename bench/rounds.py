@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import variants
-from bench.load import Ask
+from bench.exchange import Ask
 from bench.result import Outcome, Result
 from bench.serving import BenchError, Cores, Server, share_cores
 from bench.variants import Case, Site, Variant
@@ -68,8 +68,7 @@ class _Trial:
 
     def start(self) -> None:
         case, variant = self.subject.case, self.subject.variant
-        missing = variants.find_missing(variant.program) or variants.find_missing(case.load.program)
-        if missing:
+        if missing := variants.find_missing(variant.program, *case.load.programs):
             self._outcome, self._note = "skipped", missing
             return
         launch = variant.launch(self._site, case.content, case.processes)
@@ -77,7 +76,8 @@ class _Trial:
         self._asks = [variant.ask(self._site, case.content, address) for address in self._server.addresses]
 
     def run(self, seconds: float) -> None:
-        assert self._server is not None
+        if self._server is None or len(self._figures) == self.subject.case.load.most_rounds:
+            return
         self._figures.append(self.subject.case.load.run(self._server, self._asks, self._cores, seconds))
 
     def stop(self) -> None:

@@ -16,7 +16,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from bench import corpus, serving
-from bench.load import Ask, KeepAlive, exchange
+from bench.exchange import Ask, exchange
+from bench.load import Idle, KeepAlive, Load, NewConnections
 from bench.result import Goal
 from bench.serving import Address, BenchError, Launch, Server
 
@@ -106,7 +107,7 @@ def _limit(loop: str) -> Variant:
         answer = site.folder / f"answer-{content}"
         answer.write_bytes(_write_answer(site, content))
         return Launch(
-            ((sys.executable, "-m", "bench.rivals.limit", str(port), loop, "at-once", str(answer)),),
+            ((sys.executable, "-m", "bench.rivals.limit", str(port), loop, str(answer)),),
             (("127.0.0.1", port),),
         )
 
@@ -172,10 +173,12 @@ class Case:
 
     name: str
     content: Content
-    load: KeepAlive
+    load: Load
     variants: tuple[Variant, ...]
     goals: tuple[Goal, ...] = ()
     processes: int = 1
+    # What others have measured, with the machine.
+    published: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +193,13 @@ class Suite:
         return itertools.chain.from_iterable(self.groups)
 
 
-def _cpu(variant: Variant, at_most: float, rival: Variant | None = None, case: str = "") -> Goal:
+def _cpu(variant: Variant, at_most: float | None, rival: Variant | None = None, case: str = "") -> Goal:
     return Goal(variant.name, "cpu_us", "at most", at_most, rival.name if rival else "", case)
 
 
 _ALL = (TRANSPORT, STREAMS, AIOHTTP, NGINX, BARE_AIOHTTP, LIMIT)
 _OURS = (TRANSPORT, STREAMS, AIOHTTP)
-_BESIDE_BARE = (_cpu(AIOHTTP, 1.15, BARE_AIOHTTP), _cpu(STREAMS, 1.0, AIOHTTP))
+_BESIDE_BARE = (_cpu(AIOHTTP, 1.15, BARE_AIOHTTP), _cpu(STREAMS, 1.0, AIOHTTP), _cpu(STREAMS, None, NGINX))
 
 
 def _hello(connections: int) -> Case:
@@ -257,7 +260,87 @@ _STATIC = Suite(
     ),
 )
 
-SUITES = {suite.name: suite for suite in (_HELLO, _STATIC)}
+# Requests/s of zimg 1.0 and nginx 1.2.9, August 2013, with `ab -c N -n 200000` on a Xeon E3-1230 V2 (4 cores).
+_PUBLISHED_2013 = {
+    100: (32_765, 33_412),
+    1_000: (28_937, 28_164),
+    5_000: (27_947, 13_537),
+    10_000: (27_446, 10_901),
+    20_000: (27_679, 6_107),
+}
+
+
+def _tell_published(connections: int) -> str:
+    zimg, nginx = _PUBLISHED_2013[connections]
+    return f"2013, Xeon E3-1230 V2, ab: zimg {zimg:,}, nginx {nginx:,} requests/s ({zimg / nginx:.2f} × nginx)"
+
+
+def _keep_alive(connections: int, goals: tuple[Goal, ...] = (), processes: int = 1) -> Case:
+    return Case(
+        _name_keep_alive(connections, processes),
+        Content.TINY,
+        KeepAlive(connections),
+        (*_OURS, NGINX),
+        (*goals, *(_cpu(variant, None, NGINX) for variant in _OURS)),
+        processes,
+        _tell_published(connections),
+    )
+
+
+def _name_keep_alive(connections: int, processes: int = 1) -> str:
+    return f"{connections:,} keep-alive connections" + ("" if processes == 1 else f", {processes} processes")
+
+
+def _new_connections(connections: int, ours: tuple[Variant, ...] = (TRANSPORT,), processes: int = 1) -> Case:
+    return Case(
+        f"a new connection for every request, {connections:,} at a time"
+        + ("" if processes == 1 else f", {processes} processes"),
+        Content.TINY,
+        NewConnections(connections),
+        (*ours, NGINX),
+        (
+            *(
+                Goal(variant.name, "rate", "at least", 1.0 if variant is TRANSPORT else None, NGINX.name)
+                for variant in ours
+            ),
+            *(_cpu(variant, None, NGINX) for variant in ours),
+        ),
+        processes,
+        _tell_published(connections),
+    )
+
+
+_CONNECTIONS = Suite(
+    "connections",
+    "A tiny answer to very many clients",
+    (
+        (
+            _keep_alive(100),
+            _keep_alive(1_000),
+            _keep_alive(5_000),
+            _keep_alive(
+                10_000,
+                tuple(Goal(variant.name, "rate", "at least", 0.6, case=_name_keep_alive(100)) for variant in _OURS),
+            ),
+        ),
+        # More than a process may have descriptors for by default.
+        (_keep_alive(20_000, processes=2),),
+        (
+            Case(
+                "memory of an idle connection",
+                Content.TINY,
+                Idle(10_000),
+                (*_OURS, NGINX),
+                tuple(Goal(variant.name, "connection_kib", "at most", 10.0) for variant in _OURS),
+            ),
+        ),
+        (_new_connections(100, _OURS),),
+        *((_new_connections(connections),) for connections in (1_000, 5_000, 10_000)),
+        (_new_connections(20_000, processes=2),),
+    ),
+)
+
+SUITES = {suite.name: suite for suite in (_HELLO, _STATIC, _CONNECTIONS)}
 
 
 def make_site(folder: Path) -> Site:
@@ -297,8 +380,11 @@ def _upload(address: Address, data: bytes) -> None:
         raise BenchError(f"uvimg answers an upload with {status}")
 
 
-def find_missing(program: str) -> str:
-    """How to install a program that is not there; "" when it is."""
-    if not program or shutil.which(program):
-        return ""
-    return f"{program} is not installed: scripts/bench-rivals, or apt-get install {PACKAGES.get(program, program)}"
+def find_missing(*programs: str) -> str:
+    """How to install the first of the programs that is not there; "" when all are."""
+    for program in programs:
+        if program and not shutil.which(program):
+            return (
+                f"{program} is not installed: scripts/bench-rivals, or apt-get install {PACKAGES.get(program, program)}"
+            )
+    return ""

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.test_wire import Wire, get, receive_all, statuses, wait_until
+from tests.test_wire import statuses, wait_until
+from tests.wire_server import Wire, get, receive_all
 
 EVERY_FRONT_END = True
 

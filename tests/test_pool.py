@@ -632,3 +632,16 @@ async def test_damaged_originals_cost_a_worker_no_descriptor(start_pool: StartPo
             with pytest.raises(Undecodable):
                 await pool.run(Inspect("png", Limits()), FilePart(file, 0, len(PNG) - 60), "uploads")
     assert pool.pids == worker
+
+
+async def test_the_pool_knows_for_how_long_no_worker_has_been_alive(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = await start_pool()
+    assert (pool.workerless_s, pool.died) == (0, 0)
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "executable", "/no/such/python")
+        os.kill(pool.pids[0], signal.SIGKILL)
+        await until(lambda: pool.workerless_s > 0.01)
+    await until(lambda: len(pool.pids) == 1)
+    assert (pool.workerless_s, pool.died, pool.recycled) == (0, 1, 0)

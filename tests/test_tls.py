@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Server, make_photo
-from tests.test_wire import HURRY, Wire, get, last, receive_all, statuses, wait_until
+from tests.test_wire import HURRY, statuses, wait_until
+from tests.wire_server import Wire, get, last, receive_all
 
 EVERY_FRONT_END = True
 

@@ -30,6 +30,8 @@ from uvimg.service import Service
 class WireApp:
     """See `App`. Every answer names its request, so that one given to another is seen."""
 
+    name = "wire"
+
     def __init__(self) -> None:
         self._file = tempfile.NamedTemporaryFile(prefix="wire-", suffix=".blob")  # noqa: SIM115
         self._file.write(bytes(range(256)) * 16_384)

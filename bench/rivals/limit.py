@@ -1,9 +1,9 @@
 """The limit: a Protocol that parses nothing and writes the same answer to whatever arrives.
 
-    python -m bench.rivals.limit PORT uvloop|asyncio at-once|at-end ANSWER_FILE
+    python -m bench.rivals.limit PORT uvloop|asyncio ANSWER_FILE
 
-What a front-end costs above this is its own doing. `at-once` sets the write buffer's mark to 0, with which uvloop
-writes in the call itself; else it collects what is written and writes at the end of the loop's round.
+What a front-end costs above this is its own doing. uvloop writes at the end of its round, or in the call itself
+with `set_write_buffer_limits(high=0)`: of seven rounds each the best took 7.6 µs a request either way.
 """
 
 import asyncio
@@ -17,14 +17,10 @@ import uvloop
 
 class Limit(asyncio.Protocol):
     answer = b""
-    at_once = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are none of asyncio's.
-        stream = cast(asyncio.Transport, transport)
-        if self.at_once:
-            stream.set_write_buffer_limits(high=0)
-        self._write = stream.write
+        self._write = cast(asyncio.Transport, transport).write
 
     def data_received(self, data: bytes) -> None:
         self._write(self.answer)
@@ -37,8 +33,7 @@ async def _serve(port: int) -> None:
 
 
 def main() -> None:
-    port, loop, when, answer = sys.argv[1:]
-    Limit.at_once = when == "at-once"
+    port, loop, answer = sys.argv[1:]
     Limit.answer = Path(answer).read_bytes()
     gc.freeze()
     make_loop = uvloop.new_event_loop if loop == "uvloop" else asyncio.new_event_loop

@@ -27,6 +27,14 @@ class Cache(Generic[K, V]):
         """The result, if it is at hand."""
         return self._kept.get(key)
 
+    @property
+    def size_bytes(self) -> int:
+        """What all that is kept weighs."""
+        return int(self._kept.currsize)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
     def keep(self, key: K, value: V) -> None:
         if self._weigh(value) <= self._most:
             self._kept[key] = value

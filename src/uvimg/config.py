@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from uvimg.core.access import parse_network, parse_rules
 from uvimg.core.formats import FORMATS
-from uvimg.core.place import check_places
+from uvimg.core.place import check_places, parse_place
 
 ENVIRONMENT_PREFIX = "UVIMG_"
 APPS = ("images",)
@@ -211,6 +211,17 @@ class Settings:
         "How long it goes on as before after SIGTERM, while its health says 503 so that balancers look elsewhere.",
         low=0,
         unit="s",
+    )
+    operations_listen: str = _setting(
+        "",
+        _SERVER,
+        "Place where /health and /metrics are answered instead, in plain HTTP, to whoever can connect, to the end.",
+        check=lambda text: text and parse_place(text),
+    )
+    metrics_dir: str = _setting(
+        "",
+        _SERVER,
+        "Folder in which processes that serve together leave their numbers, so that any of them tells those of all.",
     )
     log: Literal["text", "json"] = _setting("text", _SERVER, "Form of the log on stderr.")
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", _SERVER, "The least that is logged.")

@@ -128,8 +128,18 @@ def _route(request: Request) -> Query:
     return decide(request.method, request.path, request.query)
 
 
+def _name_route(request: Request) -> str:
+    """What the metrics call that which was asked for; "none" where there is no such thing."""
+    try:
+        return _route(request).name
+    except UvimgError:
+        return "none"
+
+
 class Images:
     """See `App` in service.py for its doors."""
+
+    name = "images"
 
     def __init__(
         self, settings: ImagesSettings, store: Store, pool: Pool, cache: Cache[tuple[Digest, str], Rendition]
@@ -154,19 +164,26 @@ class Images:
 
     def try_now(self, request: Request) -> Response | None:
         query = _route(request)
+        response = None
         match query:
             case Show() if self._store.near is not None:
                 self._admit(request, self._settings.download_rule)
                 response = self._show_now(request, query)
                 if response is not None and self._settings.download_rule.allows_everybody:
                     response.lasts = "while the store is unchanged"
-                return response
             case Page() | Options():
-                return self._answer_page(request, query)
-        return None
+                response = self._answer_page(request, query)
+        if response is not None:
+            response.route = query.name
+        return response
 
     async def handle(self, request: Request) -> Response:
         query = _route(request)
+        response = await self._answer(request, query)
+        response.route = query.name
+        return response
+
+    async def _answer(self, request: Request, query: Query) -> Response:
         match query:
             case Show():
                 self._admit(request, self._settings.download_rule)
@@ -186,6 +203,7 @@ class Images:
     def refuse(self, request: Request, error: UvimgError) -> Response:
         """An error as this path's dialect tells it. The body of the request may not have been read."""
         response = _refuse(request, error)
+        response.route = _name_route(request)
         response.headers.update(error.headers)
         response.headers.setdefault("Cache-Control", "no-store")
         return response
@@ -209,42 +227,53 @@ class Images:
             answer = self._choose_answer(request, original)
             if isinstance(answer, Response):
                 return answer
-            return self._answer_at_hand(answer, original, near.get(original.digest))
+            return self._answer_at_hand(answer, original, near.get(original.digest), "original")
         _, key = self._plan(params, original.digest, original.facts, original.size)
-        found = self._cache.peek((original.digest, key))
+        found, origin = self._cache.peek((original.digest, key)), "cache"
         if found is None:
             record = near.record(rendition_name(original.digest, key))
             if record is None:
                 return None
-            found = Rendition(record, None)
+            found, origin = Rendition(record, None), "store"
         answer = self._choose_answer(request, found.record)
         if isinstance(answer, Response):
             return answer
         body = found.body if found.body is not None else near.get(found.record.digest)
-        return self._answer_at_hand(answer, found.record, body)
+        return self._answer_at_hand(answer, found.record, body, origin)
 
     async def _show(self, request: Request, query: Show) -> Response:
         original = await self._store.record(image_name(query.image_id))
         if original is None:
             raise NotFound()
         params = self._effective(query.params)
-        record, body = original, None
+        record, body, origin = original, None, "original"
         if not params.original:
             plan, key = self._plan(params, original.digest, original.facts, original.size)
-            rendition = await self._cache.get((original.digest, key), lambda: self._find_or_make(original, plan, key))
+            # Unless it is our own maker that goes, it is that of another request.
+            origin = "shared"
+
+            async def make() -> Rendition:
+                nonlocal origin
+                rendition, origin = await self._find_or_make(original, plan, key)
+                return rendition
+
+            rendition = await self._cache.get((original.digest, key), make)
             record, body = rendition.record, rendition.body
         answer = self._choose_answer(request, record)
         if isinstance(answer, Response):
             return answer
-        return self._answer_image(answer, record, await self._fetch(original, record) if body is None else body)
+        content = await self._fetch(original, record) if body is None else body
+        return self._answer_image(answer, record, content, origin)
 
     def _effective(self, params: Params) -> Params:
         return Params() if self._settings.disable_args else params
 
-    def _answer_at_hand(self, answer: Whole | Part, record: Record, body: Content | None) -> Response | None:
+    def _answer_at_hand(
+        self, answer: Whole | Part, record: Record, body: Content | None, origin: str
+    ) -> Response | None:
         """The answer when the body is there and whole; what else it may be takes a second look."""
         if body is not None and _is_whole(record, body):
-            return self._answer_image(answer, record, body)
+            return self._answer_image(answer, record, body, origin)
         _close(body)
         return None
 
@@ -267,7 +296,7 @@ class Images:
         )
         match answer:
             case NotModified():
-                return Response(304, self._image_headers(record))
+                return Response(304, self._image_headers(record), origin="not_modified")
             case Failed():
                 return Response(412, {"ETag": _etag(record), "Cache-Control": "no-store"})
             case Unsatisfiable():
@@ -280,30 +309,31 @@ class Images:
         headers["Last-Modified"] = http_date(record.created_s)
         return headers
 
-    def _answer_image(self, answer: Whole | Part, record: Record, body: Content) -> Response:
-        """200 or 206 with a representation."""
+    def _answer_image(self, answer: Whole | Part, record: Record, body: Content, origin: str) -> Response:
+        """200 or 206 with a representation. `origin` says for the metrics how it was come by."""
         headers = self._image_headers(record)
         headers["Content-Type"] = record.type
         headers["Accept-Ranges"] = "bytes"
         if record.type == "image/svg+xml":
             headers["Content-Security-Policy"] = _LOCKED_DOWN
         if isinstance(answer, Whole):
-            return Response(200, headers, body)
+            return Response(200, headers, body, origin=origin)
         headers["Content-Range"] = f"bytes {answer.start}-{answer.stop - 1}/{record.size}"
         if isinstance(body, FilePart):
-            return Response(206, headers, body.part(answer.start, answer.stop))
-        return Response(206, headers, body[answer.start : answer.stop])
+            return Response(206, headers, body.part(answer.start, answer.stop), origin=origin)
+        return Response(206, headers, body[answer.start : answer.stop], origin=origin)
 
     # Making
 
-    async def _find_or_make(self, original: Record, plan: Plan, key: str) -> Rendition:
+    async def _find_or_make(self, original: Record, plan: Plan, key: str) -> tuple[Rendition, str]:
+        """A rendition, and whether it came from the store or was made."""
         name = rendition_name(original.digest, key)
         record = await self._store.record(name)
         if record is not None and (content := await self._store.get(record.digest)) is not None:
             if isinstance(content, FilePart):
                 content.close()
-                return Rendition(record, None)
-            return Rendition(record, content)
+                return Rendition(record, None), "store"
+            return Rendition(record, content), "store"
         content = await self._fetch(original, original)
         try:
             source = _decode_facts(original.facts).source
@@ -322,7 +352,7 @@ class Images:
             task = asyncio.create_task(self._keep(name, rendition))
             self._keeping.add(task)
             task.add_done_callback(self._keeping.discard)
-        return rendition
+        return rendition, "made"
 
     async def _keep(self, name: bytes, rendition: Rendition) -> None:
         """Put a rendition into the store. Nobody waits for it, and nothing is lost when it fails."""

@@ -12,6 +12,8 @@ from urllib.parse import unquote
 
 import msgspec
 
+from uvimg.core.tally import Tally
+
 
 class Request(msgspec.Struct, frozen=True):
     """One request. `target` is the raw request target, `path` its path decoded once, `query` still encoded.
@@ -54,12 +56,18 @@ class Response:
     """One answer. The front-end adds Content-Length, Date and Server, sends no body to HEAD, and releases it.
 
     `lasts` tells for how long a request with the same head, whoever sends it, has the same answer.
+
+    For the metrics the app says in `route` which of its routes this was, and in `origin` how it came by the content;
+    of an error that is its class. The service puts the tally here in which it counted the answer.
     """
 
     status: int
     headers: dict[str, str] = field(default_factory=dict)
     body: Content = b""
     lasts: Literal["not", "while the store is unchanged", "always"] = "not"
+    route: str = ""
+    origin: str = ""
+    tally: Tally | None = None
 
     @property
     def size(self) -> int:

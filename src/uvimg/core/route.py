@@ -6,7 +6,7 @@ same parameters and differ in how they name things and tell errors.
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 from urllib.parse import unquote_plus
 
 import msgspec
@@ -52,6 +52,7 @@ _BARE = Params()
 class Show(msgspec.Struct, frozen=True):
     """An image, or a rendition of it."""
 
+    name: ClassVar[str] = "image"
     image_id: str
     params: Params
 
@@ -60,6 +61,7 @@ class Show(msgspec.Struct, frozen=True):
 class Describe:
     """Facts about an image. `image_id` is None where zimg's /info got no usable md5."""
 
+    name: ClassVar[str] = "info"
     image_id: str | None
 
 
@@ -67,19 +69,21 @@ class Describe:
 class Remove:
     """An image and all its renditions. `by_get` is zimg's /admin?t=1, which a browser may be lured to."""
 
+    name: ClassVar[str] = "remove"
     image_id: str
     by_get: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    pass
+    name: ClassVar[str] = "upload"
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """OPTIONS: which methods are allowed here."""
 
+    name: ClassVar[str] = "options"
     allow: str
 
 
@@ -88,6 +92,7 @@ class Page:
     name: Literal["index", "admin", "favicon", "echo"]
 
 
+# Each has a name, which stands in the metrics.
 Query = Show | Describe | Remove | Upload | Options | Page
 
 # Those of RFC 9110 9.3 and PATCH (RFC 5789): what these may do somewhere is 405, others are nobody's.

@@ -14,7 +14,8 @@ import os
 import random
 import socket
 import sys
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Literal
@@ -73,6 +74,11 @@ class Pool:
         self._last_lane: Lane = "renditions"
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
+        # In the clock's seconds; None while there is a worker.
+        self._workerless_since: float | None = None
+        # Since the start, for the metrics.
+        self.given, self.refused = Counter[Lane](), Counter[Lane]()
+        self.died = self.recycled = self.timeouts = 0
 
     async def start(self) -> Ready:
         """Start every worker and say what they can do. WorkerDied when they cannot be started as configured."""
@@ -119,7 +125,13 @@ class Pool:
         """
         assert isinstance(original, bytes) or original.start == 0, "a worker is given whole files"
         for attempt in range(2):
-            worker = await self._take(lane, again=attempt > 0)
+            try:
+                worker = await self._take(lane, again=attempt > 0)
+            except Overloaded:
+                self.refused[lane] += 1
+                raise
+            if not attempt:
+                self.given[lane] += 1
             try:
                 # Here and not in the task: nothing may use `original` once a cancelled caller has gone.
                 told = worker.tell(job, original)
@@ -146,11 +158,26 @@ class Pool:
     @property
     def waiting(self) -> int:
         """How many jobs wait for a worker."""
-        return sum(len(lane) for lane in self._lanes.values())
+        return sum(self.queues.values())
+
+    @property
+    def queues(self) -> dict[Lane, int]:
+        """How many jobs wait for a worker in each lane."""
+        return {lane: len(line) for lane, line in self._lanes.items()}
 
     @property
     def pids(self) -> list[int]:
         return [worker.pid for worker in self._workers]
+
+    @property
+    def idle(self) -> int:
+        """How many workers have nothing to do."""
+        return len(self._idle)
+
+    @property
+    def workerless_s(self) -> float:
+        """For how long there has been no worker alive, 0 while there is one."""
+        return 0.0 if self._workerless_since is None else time.monotonic() - self._workerless_since
 
     async def _take(self, lane: Lane, *, again: bool) -> "_Worker":
         """An idle worker, now or in turn. Whoever takes one hands it to `_work`, which gives it back.
@@ -207,6 +234,7 @@ class Pool:
             async with asyncio.timeout(self._settings.timeout_s):
                 result = await worker.reply()
         except TimeoutError:
+            self.timeouts += 1
             log.warning("a worker was killed: its job took longer than %g s", self._settings.timeout_s)
             worker.kill()
             raise TooSlow() from None
@@ -240,6 +268,7 @@ class Pool:
             await successor.exited()
             return
         self._welcome(successor)
+        self.recycled += 1
         old.replaced = True
         if old in self._idle:
             self._idle.remove(old)
@@ -247,6 +276,7 @@ class Pool:
 
     def _welcome(self, worker: "_Worker") -> None:
         self._workers.add(worker)
+        self._workerless_since = None
         self._keep(self._attend(worker))
         self._offer(worker)
 
@@ -255,11 +285,14 @@ class Pool:
         status = await worker.exited()
         worker.dead = True
         self._workers.discard(worker)
+        if not self._workers:
+            self._workerless_since = time.monotonic()
         if worker in self._idle:
             self._idle.remove(worker)
         delay_s = 0.0
         while not (self._stopping or worker.replaced):
             if not delay_s:
+                self.died += 1
                 log.warning("worker %d ended with status %s and is replaced", worker.pid, status)
             await asyncio.sleep(delay_s)
             try:

@@ -38,6 +38,15 @@ class Finding(msgspec.Struct, frozen=True):
     note: str = ""
 
 
+class Measures(msgspec.Struct, frozen=True):
+    """How much there is. `database_bytes` are pages in use; `free_bytes` is the room left beside them."""
+
+    blobs: int
+    names: int
+    database_bytes: int
+    free_bytes: int
+
+
 class Near(Protocol):
     """The reads of a store that can answer in this very call."""
 
@@ -113,6 +122,9 @@ class Store(Protocol):
 
     async def size(self) -> int:
         """How many blobs there are."""
+
+    def measure(self) -> Measures | None:
+        """What can be said in this very call; None where it takes waiting."""
 
     async def close(self) -> None: ...
 

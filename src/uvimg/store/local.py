@@ -37,7 +37,7 @@ import msgspec
 from uvimg.core.address import Digest, blob_path, original_of, parse_blob_path
 from uvimg.core.errors import Overloaded, StoreDown, StoreFull, UvimgError
 from uvimg.core.message import Content, FilePart
-from uvimg.store import MAX_NAME_BYTES, SMALL_BLOB_BYTES, Finding, Incoming, Record
+from uvimg.store import MAX_NAME_BYTES, SMALL_BLOB_BYTES, Finding, Incoming, Measures, Record
 
 log = logging.getLogger("uvimg.store")
 
@@ -120,6 +120,19 @@ class LocalStore:
     async def size(self) -> int:
         with _translated(), self._env.begin() as txn:
             return int(txn.stat(self._uses)["entries"])
+
+    def measure(self) -> Measures | None:
+        with _translated(), self._env.begin() as txn:
+            names, small, uses = (txn.stat(db) for db in (self._names, self._small, self._uses))
+        pages = sum(
+            db[kind] for db in (names, small, uses) for kind in ("branch_pages", "leaf_pages", "overflow_pages")
+        )
+        try:
+            disk = os.statvfs(self._path)
+        except OSError as exc:
+            raise _translate(exc) from exc
+        # The files' bytes are not among them: to add those up takes a walk over all blobs.
+        return Measures(uses["entries"], names["entries"], pages * names["psize"], disk.f_bavail * disk.f_frsize)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._writer.stop)

@@ -31,6 +31,10 @@ class FrontEnd(Protocol):
 
     async def start(self, listeners: list[socket.socket]) -> None: ...
 
+    @property
+    def open_connections(self) -> int:
+        """How many clients are connected."""
+
     async def stop(self) -> None:
         """Accept nobody else, finish what is on its way or in flight within the grace, then close everything."""
 

@@ -47,6 +47,7 @@ class AiohttpFrontEnd:
             # Ours says the same for every front-end.
             access_log=None,
         )
+        self._server = server
         self._runner = web.ServerRunner(server, shutdown_timeout=_LAST_WRITES_S)
         self._servers: list[asyncio.Server] = []
         self._drain = Drain()
@@ -70,6 +71,10 @@ class AiohttpFrontEnd:
                 ssl_shutdown_timeout=self._settings.keepalive_s if tls else None,
             )
             self._servers.append(server)
+
+    @property
+    def open_connections(self) -> int:
+        return len(self._server.connections)
 
     async def stop(self) -> None:
         await close_servers(self._servers, self._listeners)

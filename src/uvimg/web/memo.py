@@ -12,6 +12,7 @@ from collections.abc import Hashable
 
 from uvimg.core.message import Request, Response
 from uvimg.core.negotiate import http_date
+from uvimg.core.tally import Tally
 from uvimg.service import Service
 
 # What is larger takes so long to send that finding it again is nothing.
@@ -28,12 +29,13 @@ _DATE_BYTES = len(http_date(0))
 class Known:
     """An answer as it is written. `last` tells that its connection ends with it."""
 
-    __slots__ = ("_date_at", "_until_s", "last", "request", "size", "status", "used", "version", "whole")
+    __slots__ = ("_date_at", "_until_s", "last", "request", "size", "status", "tally", "used", "version", "whole")
 
     def __init__(self, whole: bytes, last: bool, version: int | None, request: Request, response: Response) -> None:
         self.whole, self.last, self.version, self.request = whole, last, version, request
         # Not the response, which has the body once more.
         self.status, self.size = response.status, response.size
+        self.tally = response.tally or Tally()
         self.used = False
         self._date_at = whole.index(b"\r\nDate: ") + 8
         self._until_s = 0
@@ -67,7 +69,7 @@ class Memo:
             return None
         known.used = True
         known.date(time.time())
-        self._service.repeat(known.request, known.status, known.size, peer)
+        self._service.repeat(known.request, known.tally, known.status, known.size, peer)
         return known
 
     def begin(self, key: Hashable) -> int | None:

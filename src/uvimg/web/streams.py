@@ -27,7 +27,6 @@ from uvimg.core.http1 import (
     check_start,
     encode_head,
     parse_head,
-    refuse_head,
 )
 from uvimg.core.message import FilePart, Request, Response
 from uvimg.core.negotiate import http_date
@@ -62,6 +61,10 @@ class StreamsFrontEnd:
             self._listeners.append(listener)
             self._hear(listener)
         self._watching = asyncio.create_task(self._watch())
+
+    @property
+    def open_connections(self) -> int:
+        return len(self._talking)
 
     async def stop(self) -> None:
         loop = asyncio.get_running_loop()
@@ -209,7 +212,7 @@ class _Conversation:
     async def _refuse(self, stream: Stream, error: UvimgError) -> None:
         """Say why a head is none; nothing behind it can be told apart."""
         self._last = True
-        await self._send(stream, refuse_head(error), None)
+        await self._send(stream, self._service.refuse_head(error), None)
 
     async def _answer(self, stream: Stream, head: Head) -> None:
         body = _Body(stream, head)

@@ -32,7 +32,6 @@ from uvimg.core.http1 import (
     check_start,
     encode_head,
     parse_head,
-    refuse_head,
 )
 from uvimg.core.message import FilePart, Request, Response
 from uvimg.core.negotiate import http_date
@@ -82,6 +81,10 @@ class TransportFrontEnd:
 
     def _connect_by_tls(self, context: ssl.SSLContext) -> TlsTransport:
         return TlsTransport(context, HANDSHAKE_S, self._connect())
+
+    @property
+    def open_connections(self) -> int:
+        return len(self.connections)
 
     async def stop(self) -> None:
         self.memo.stop()
@@ -446,7 +449,7 @@ class _Connection(asyncio.Protocol):
     def _refuse(self, error: UvimgError) -> None:
         """Say why a head is none; nothing behind it can be told apart."""
         self._last = True
-        response = refuse_head(error)
+        response = self._front_end.service.refuse_head(error)
         assert isinstance(response.body, bytes)
         self._write([encode_head(response, http_date(int(time.time())), keep_alive=False), response.body])
         self._linger()
