@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import resource
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -93,7 +94,7 @@ def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
 
 def _named_url(text: str) -> Variant:
     found = re.fullmatch(r"([^=]+)=http://([\w.-]+):(\d+)(/\S*)", text)
-    if found is None:
+    if found is None or not 0 < int(found[3]) < 65_536:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=http://HOST:PORT/PATH")
     return variants.running_already(found[1], (found[2], int(found[3])), found[4])
 
@@ -177,4 +178,6 @@ def _matches(name: str, words: list[str]) -> bool:
 
 
 if __name__ == "__main__":
+    # Who ends us ends what we started too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())

@@ -6,6 +6,7 @@ an answer is wrong. Nothing is left out silently.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from bench import variants
@@ -39,7 +40,7 @@ def measure(
         for _ in range(rounds):
             for trial in trials:
                 watch(trial.subject.name)
-                trial.attempt(lambda trial=trial: trial.run(seconds))  # type: ignore[misc]
+                trial.attempt(partial(trial.run, seconds))
     finally:
         for trial in trials:
             trial.stop()

@@ -76,6 +76,8 @@ class Server:
 
 
 def _spell_flags(name: str, value: Any) -> list[str]:
+    if value is None:
+        return []
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
     return [f"--{name}={item}" for item in (value if isinstance(value, list) else [value])]
@@ -136,3 +138,24 @@ def start_server(tmp_path: Path, front_end: dict[str, str]) -> Iterator[Callable
 @pytest.fixture(scope="session")
 def zimg_photo() -> bytes:
     return corpus.zimg_photo()
+
+
+def make_certificate(folder: Path, *options: str) -> Path:
+    """A key and a certificate for localhost, in one file."""
+    path = folder / "certificate.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2"),
+            *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
+            *("-keyout", str(folder / "key.pem"), "-out", str(path), *(options or ("-nodes",))),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    path.write_text(path.read_text() + (folder / "key.pem").read_text())
+    return path
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_certificate(tmp_path_factory.mktemp("certificate"))

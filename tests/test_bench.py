@@ -10,7 +10,7 @@ import pytest
 from bench import report, serving, variants
 from bench.__main__ import main
 from bench.exchange import Ask
-from bench.load import KeepAlive, parse_ab, parse_wrk, write_script
+from bench.load import KeepAlive, Variety, parse_ab, parse_wrk, write_script
 from bench.result import Goal, Result, compare, judge, spread
 from bench.serving import BenchError, Launch
 from bench.variants import Case, Content, Site, Suite, Variant
@@ -171,8 +171,10 @@ def make_variant(name: str, every: int = 0, bad: str = "", program: str = "") ->
     return Variant(name, True, launch, program)
 
 
-def run(*servers: Variant, arguments: tuple[str, ...] = ()) -> int:
-    case = Case("a case", Content.TINY, KeepAlive(4), servers, (Goal("right", "cpu_us", "at most", 1.0, "right"),))
+def run(*servers: Variant, variety: Variety = "same", arguments: tuple[str, ...] = ()) -> int:
+    case = Case(
+        "a case", Content.TINY, KeepAlive(4, variety), servers, (Goal("right", "cpu_us", "at most", 1.0, "right"),)
+    )
     suites = {"planted": Suite("planted", "A test", ((case,),))}
 
     def make_site(folder: Path) -> Site:
@@ -205,10 +207,11 @@ def test_wrong_answers_fail_the_run_and_missing_rivals_are_named(capsys: pytest.
 
 @needs_wrk
 def test_a_slow_down_since_an_older_run_is_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for then_us, status in (0.1, 1), (10_000.0, 0):
+    runs: list[tuple[Variety, float, int]] = [("10,000", 0.1, 1), ("never the same", 10_000.0, 0)]
+    for variety, then_us, status in runs:
         then = Result("planted", "a case", "right", True, "measured", {"cpu_us": (then_us,)})
         report.write_json(tmp_path / "then.json", {}, 0.3, [then])
-        assert run(make_variant("right"), arguments=(f"--compare={tmp_path / 'then.json'}",)) == status
+        assert run(make_variant("right"), variety=variety, arguments=(f"--compare={tmp_path / 'then.json'}",)) == status
         assert ("SLOWER" in capsys.readouterr().out) is bool(status)
 
 
@@ -219,6 +222,7 @@ def test_what_is_asked_wrongly_is_one_readable_line(tmp_path: Path, capsys: pyte
         ["hello", "--rounds=x"],
         ["hello", "--only=nobody"],
         ["hello", "--against=nginx"],
+        ["hello", "--against=nginx=http://127.0.0.1:99999/"],
         ["hello", "--compare=/no/such/file"],
         ["hello", f"--json={tmp_path}"],
         ["hello", "--nonsense"],

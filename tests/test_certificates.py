@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_tls import make_certificate
+from tests.conftest import make_certificate
 from uvimg.config import ConfigError, load
 from uvimg.web.tls import make_context
 

@@ -134,6 +134,9 @@ def test_an_unknown_variable_of_ours_is_an_error_and_others_are_not() -> None:
     with pytest.raises(ConfigError, match=r"unknown setting qualty .*UVIMG_QUALTY"):
         load({}, {"UVIMG_QUALTY": "3"})
     assert load({}, {"QUALITY": "3"}) == load({}, {})
+    # Whoever embeds it types the names himself.
+    with pytest.raises(ConfigError, match=r"unknown setting qualty"):
+        load({"qualty": 3}, {})
 
 
 @pytest.mark.parametrize(
@@ -144,9 +147,12 @@ def test_an_unknown_variable_of_ours_is_an_error_and_others_are_not() -> None:
         (["serve", "--config", "/no/such.toml"], 2, "/no/such.toml"),
         (["serve", "--port", "0", "--store", "local:/proc/nothing"], 1, "cannot be opened"),
         (["serve", "--store", "memory:", "--host", "192.0.2.1", "--workers", "1"], 1, "cannot listen on 192.0.2.1"),
-        (["serve", "--operations-listen", "localhost"], 2, "operations_listen = 'localhost'"),
+        (["serve", "--operations-listen", "localhost"], 2, "operations_listen = ['localhost']"),
         (["serve", "--store", "memory:", "--port=0", "--operations-listen=192.0.2.1:1"], 1, "listen on 192.0.2.1:1"),
         (["serve", "--store", "memory:", "--port=0", "--metrics-dir=/proc/nothing"], 1, "metrics_dir cannot be used"),
+        (["serve", "--port", "0", "--processes", "2", "--store", "local:/proc/nothing"], 1, "cannot be opened"),
+        (["serve", "--processes", "2", "--store", "memory:"], 2, "a memory: store of its own"),
+        (["serve", "--processes", "2", "--host", "192.0.2.1"], 1, "cannot listen on 192.0.2.1:4869"),
         (["scrub", "--store", "local:/proc/nothing"], 1, "There is no store in /proc/nothing"),
         (["scrub", "--store", "memory:"], 2, "nothing to look at"),
         (["gc", "--store", "nonsense"], 2, "store"),

@@ -52,7 +52,16 @@ def test_a_request_that_was_on_its_way_is_answered_and_told_to_be_the_last(start
     reading = wire.connect(SO_RCVBUF=4096)
     reading.sendall(get("/file?4000000"))
     assert reading.recv(12) == b"HTTP/1.1 200"
+    # Whoever waits to be let in is let in first.
+    os.kill(wire.process.pid, signal.SIGSTOP)
+    waiting = [wire.connect() for _ in range(120)]
+    for connection in waiting:
+        connection.sendall(get("/now/waited"))
     wire.process.terminate()
+    os.kill(wire.process.pid, signal.SIGCONT)
+    for connection in waiting:
+        assert connection.recv(1000).endswith(b"x /now/waited")
+        connection.close()
     wait_until(lambda: refuses(wire))
     for connection, target in zip(connections, targets, strict=True):
         connection.sendall(get(target))
@@ -79,18 +88,4 @@ def test_idle_connections_are_closed_after_the_last_call_and_work_goes_on(start:
         assert receive_all(fresh) == b""
         assert statuses(receive_all(working)) == [200]
         assert len(receive_all(reading)) > 9_000_000
-    assert wire.process.wait(10) == 0
-
-
-def test_whoever_waits_to_be_let_in_is_let_in_first(start: Callable[..., Wire]) -> None:
-    wire = start({})
-    os.kill(wire.process.pid, signal.SIGSTOP)
-    waiting = [wire.connect() for _ in range(20)]
-    for connection in waiting:
-        connection.sendall(get("/now/waited"))
-    wire.process.terminate()
-    os.kill(wire.process.pid, signal.SIGCONT)
-    for connection in waiting:
-        assert receive_all(connection).endswith(b"x /now/waited")
-        connection.close()
     assert wire.process.wait(10) == 0

@@ -19,11 +19,15 @@ ROOMS: dict[str, set[str]] = {
     **{room: {"core"} for room in BACK},
     "apps": BACK | {"core"},
     "service": BACK | {"apps", "core"},
-    "web": BACK | {"service", "apps", "core"},
-    "app": BACK | {"web", "service", "apps", "core", "config", "logs", "systemd"},
-    "cli": BACK | {"app", "web", "service", "apps", "core", "config", "logs"},
+    "assembly": BACK | {"service", "apps", "core", "config", "logs"},
+    # config for the type alone: web hands the settings on to assembly.
+    "web": BACK | {"assembly", "service", "apps", "core", "config", "systemd"},
+    "supervisor": {"web", "core", "config", "logs", "systemd"},
+    "app": BACK | {"supervisor", "web", "assembly", "service", "apps", "core", "config", "logs", "systemd"},
+    "cli": BACK | {"app", "supervisor", "web", "assembly", "service", "apps", "core", "config", "logs"},
+    "gunicorn": BACK | {"app", "web", "assembly", "core", "config", "logs"},
     "__main__": {"cli"},
-    # Beside the rooms; app and cli alone look into these.
+    # Beside the rooms; assembly and what stands above it alone look into these.
     "config": {"core"},
     "logs": {"core", "service"},
     "systemd": {"core"},

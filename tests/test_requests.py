@@ -180,11 +180,6 @@ def judge(case: Case, front_end: str, received: bytes, before: int = 0) -> str |
     return wrong and f"not even its exception: {wrong}: {received[:300]!r}"
 
 
-# What these answer to a request that closes the connection depends on where it was cut and on what came with it:
-# they see the whole alone.
-FORGETFUL = {"aiohttp"}
-
-
 def judge_all(
     hall: Hall, ports: dict[str, int], pieces_of: Callable[[Case], list[bytes]], before: int = 0, whole: bool = False
 ) -> list[str]:
@@ -194,7 +189,7 @@ def judge_all(
         sent = []
         for case in (case for case in CASES if case.app == app):
             told = case.exceptions.get(hall.front_end, "close" if case.closes else "keep")
-            if told == "any" or (hall.front_end in FORGETFUL and told != "keep" and not whole):
+            if told == "any":
                 continue
             pieces = pieces_of(case)
             if whole and not told.endswith("close"):

@@ -120,25 +120,18 @@ def test_each_process_has_a_tcp_socket_of_its_own_on_the_same_free_port(tmp_path
 # In a server
 
 
-def test_a_trusted_proxy_on_a_unix_socket_is_believed(start_server: Callable[..., Server], tmp_path: Path) -> None:
-    start_server(
-        listen=f"unix:{tmp_path}/s",
-        store="memory:",
-        workers=1,
-        trusted_proxies="127.0.0.1",
-        admin_rule="allow 10.1.1.1",
-    )
-    for client, status in (("10.1.1.1", 200), ("10.1.1.2", 403), ("127.0.0.1", 403)):
-        assert ask(connect_unix(tmp_path / "s"), "GET /admin", field=f"X-Forwarded-For: {client}")[0] == status
-
-
-def test_a_unix_socket_goes_when_the_server_does(start_server: Callable[..., Server], tmp_path: Path) -> None:
-    server = start_server(listen=f"unix:{tmp_path}/s", store="memory:", workers=1)
+def test_a_unix_socket_is_there_for_a_proxy_and_goes_when_the_server_does(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    place = f"unix:{tmp_path}/s"
+    proxy = {"trusted_proxies": "127.0.0.1", "admin_rule": "allow 10.1.1.1"}
+    server = start_server(listen=place, store="memory:", workers=1, **proxy)
     assert server.port == 0
     assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o666
     with pytest.raises(AssertionError, match=r"cannot listen on unix:.*/s: Address already in use"):
-        start_server(listen=f"unix:{tmp_path}/s", store="memory:", workers=1)
-    assert ask(connect_unix(tmp_path / "s"), "GET /echo")[0] == 200
+        start_server(listen=place, store="memory:", workers=1)
+    for client, status in (("10.1.1.1", 200), ("10.1.1.2", 403), ("127.0.0.1", 403), ("203.0.113.9", 403)):
+        assert ask(connect_unix(tmp_path / "s"), "GET /admin", field=f"X-Forwarded-For: {client}")[0] == status
     assert server.stop() == 0
     assert not (tmp_path / "s").exists()
 

@@ -1,7 +1,6 @@
 """Raw bytes against real servers: hostile requests, their order, their deadlines, what they cost.
 
-What a front-end says to one request is in the files of tests/requests. Deadlines are those of the two front-ends
-that are ours.
+What a front-end says to one request is in the files of tests/requests. Deadlines are core/http1.py's, shortened.
 """
 
 import asyncio
@@ -74,11 +73,6 @@ def start(tmp_path: Path, pair: tuple[str, str]) -> Iterator[Callable[..., Wire]
     yield begin
     for running in started:
         running.kill()
-
-
-def only_ours(pair: tuple[str, str], reason: str) -> None:
-    if pair[0] == "aiohttp":
-        pytest.skip(reason)
 
 
 # Order and cuts
@@ -160,7 +154,6 @@ def test_a_body_refused_early_is_read_away_so_that_the_answer_arrives(wire: Wire
 
 
 def test_what_comes_behind_the_last_request_does_not_take_its_answer_back(wire: Wire) -> None:
-    only_ours((wire.front_end, ""), "aiohttp closes with bytes unread, which resets the connection")
     for _ in range(20):
         assert statuses(wire.talk(last("/large?300000"), bytes(100_000), end=True)) == [200]
 
@@ -177,10 +170,9 @@ def test_100_continue_comes_once_and_only_where_a_body_is_wanted(wire: Wire) -> 
         assert statuses(connection.recv(1000)) == [413]
     received = wire.talk(f"POST /body HTTP/1.0\r\nHost: x\r\n{expect}\r\nabc".encode())
     assert statuses(received) == [200]
-    if wire.front_end != "aiohttp":
-        # Who has sent it need not be told to.
-        data = f"POST /body HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{expect}\r\nabc".encode()
-        assert statuses(wire.talk(data)) == [200]
+    # Who has sent it need not be told to.
+    data = f"POST /body HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{expect}\r\nabc".encode()
+    assert statuses(wire.talk(data)) == [200]
 
 
 # Memory and descriptors
@@ -209,7 +201,6 @@ def test_requests_whose_answers_nobody_reads_cost_no_memory(wire: Wire) -> None:
 
 
 def test_a_client_that_sends_on_behind_an_unread_answer_costs_no_memory(wire: Wire) -> None:
-    only_ours((wire.front_end, ""), "aiohttp keeps what was sent")
     before = wire.memory("VmHWM")
     for path in ("/large?5000000", "/hang"):
         with wire.connect(SO_RCVBUF=65_536) as connection:
@@ -259,7 +250,6 @@ def closes_within(connection: socket.socket, least: float, most: float) -> bytes
 
 
 def test_deadlines_of_heads_and_bodies_are_absolute(hurried: Wire, pair: tuple[str, str]) -> None:
-    only_ours(pair, "aiohttp waits for ever for a head")
 
     def drip(start: bytes, drops: bytes) -> tuple[float, bytes]:
         with hurried.connect() as connection:
@@ -292,7 +282,6 @@ def test_deadlines_of_heads_and_bodies_are_absolute(hurried: Wire, pair: tuple[s
 
 
 def test_a_head_begun_behind_another_has_its_own_time(hurried: Wire, pair: tuple[str, str]) -> None:
-    only_ours(pair, "aiohttp has no deadline for a head")
     # Each piece ends one head and begins the next, for longer than one head may take.
     request = get("/now/1")
     with hurried.connect() as connection:
@@ -308,7 +297,6 @@ def test_a_head_begun_behind_another_has_its_own_time(hurried: Wire, pair: tuple
 
 
 def test_idle_connections_are_closed_and_workers_are_not(hurried: Wire, pair: tuple[str, str]) -> None:
-    only_ours(pair, "the deadlines are ours")
     with hurried.connect() as idle, hurried.connect() as working:
         working.sendall(get("/slow/a?1800"))
         idle.sendall(get("/now"))
@@ -318,7 +306,6 @@ def test_idle_connections_are_closed_and_workers_are_not(hurried: Wire, pair: tu
 
 @pytest.mark.parametrize("path", ["/large?30000000", "/file?4000000", "/large?20000000"])
 def test_who_never_reads_a_large_answer_is_dropped(hurried: Wire, pair: tuple[str, str], path: str) -> None:
-    only_ours(pair, "aiohttp waits for ever for a client that does not read")
     with hurried.connect(SO_RCVBUF=4096) as connection:
         connection.sendall((get(path) if "file" not in path else get(path) * 5) + last("/now/behind"))
         wait_until(lambda: hurried.open_files("socket:") > hurried.own_sockets)
@@ -328,7 +315,6 @@ def test_who_never_reads_a_large_answer_is_dropped(hurried: Wire, pair: tuple[st
 
 
 def test_who_reads_slowly_gets_all_of_a_large_answer(hurried: Wire, pair: tuple[str, str]) -> None:
-    only_ours(pair, "the deadlines are ours")
     for path, size in (("/large?6000000", 6_000_000), ("/file?4000000", 4_000_000)):
         with hurried.connect(SO_RCVBUF=65_536) as connection:
             connection.sendall(last(path))
@@ -342,7 +328,6 @@ def test_who_reads_slowly_gets_all_of_a_large_answer(hurried: Wire, pair: tuple[
 
 
 def test_a_refused_connection_is_closed_though_its_client_stays(hurried: Wire, pair: tuple[str, str]) -> None:
-    only_ours(pair, "aiohttp has its own lingering")
     for data in (b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n", b"nonsense\r\n\r\n"):
         with hurried.connect() as connection:
             connection.sendall(data)
@@ -358,7 +343,6 @@ def test_a_refused_connection_is_closed_though_its_client_stays(hurried: Wire, p
 
 
 def test_connections_beyond_the_cap_are_closed_at_once(start: Callable[..., Wire], pair: tuple[str, str]) -> None:
-    only_ours(pair, "aiohttp has no cap")
     wire = start(max_connections=3)
     held = [wire.connect() for _ in range(3)]
     for connection in held:

@@ -6,13 +6,16 @@ could not do it), never a traceback.
 
 import argparse
 import asyncio
+import os
+import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, get_origin
 
 from uvimg import __version__, config
 from uvimg.config import ConfigError, Settings
 from uvimg.core.errors import UvimgError
+from uvimg.imaging.confine import die_with_parent
 from uvimg.store import Finding, open_store
 
 
@@ -24,12 +27,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     # No app named is not the same as no app.
     if not arguments.get("apps"):
         arguments.pop("apps", None)
-    options = {name: arguments.pop(name) for name in ("dry_run", "defaults", "markdown") if name in arguments}
+    own = ("dry_run", "defaults", "markdown", "supervisor_pid")
+    options = {name: arguments.pop(name) for name in own if name in arguments}
     try:
         settings = config.load(arguments, config_file=path)
         match command:
+            case "serve" if settings.processes:
+                return _supervise(settings, arguments, path)
             case "serve":
-                return _serve(settings)
+                return _serve(settings, **options)
             case "scrub":
                 return asyncio.run(_scrub(settings))
             case "gc":
@@ -55,17 +61,43 @@ def _complain(text: str, status: int) -> int:
     return status
 
 
-def _serve(settings: Settings) -> int:
+def _supervise(settings: Settings, arguments: Mapping[str, Any], path: str | None) -> int:
+    from uvimg.supervisor import ChildFailed, Supervisor
+    from uvimg.web.listen import CannotListen
+
+    def spell_command(ours: Mapping[str, Any]) -> list[str]:
+        # A fresh interpreter, so that new code is what runs after a reload.
+        flags = config.to_flags({**arguments, **ours})
+        file = [f"--config={path}"] if path else []
+        return [sys.executable, "-P", "-m", "uvimg", "serve", f"--supervisor-pid={os.getpid()}", *file, *flags]
+
+    supervisor = Supervisor(settings, lambda: config.load(arguments, config_file=path), spell_command)
+    try:
+        asyncio.run(supervisor.run(lambda line: print(line, flush=True)))
+    except CannotListen as exc:
+        return _complain(str(exc), 1)
+    except ChildFailed as exc:
+        # It has said why itself.
+        return max(exc.status, 1)
+    return 0
+
+
+def _serve(settings: Settings, supervisor_pid: int | None) -> int:
+    if supervisor_pid is not None:
+        # By what lets it finish: nobody but us knows what is in flight.
+        die_with_parent(supervisor_pid, signal.SIGTERM)
     # Only here: the other commands need neither loop nor server.
     import uvloop
 
-    from uvimg.app import CannotStart, serve
+    from uvimg.app import serve
+    from uvimg.assembly import CannotStart
     from uvimg.imaging.pool import WorkerDied
 
     try:
         make_loop = uvloop.new_event_loop if settings.loop == "uvloop" else asyncio.new_event_loop
         with asyncio.Runner(loop_factory=make_loop) as runner:
-            runner.run(serve(settings, lambda line: print(line, flush=True)))
+            announce = lambda line: print(line, flush=True)  # noqa: E731
+            runner.run(serve(settings, announce, supervised=supervisor_pid is not None))
     except (CannotStart, WorkerDied) as exc:
         return _complain(str(exc), 1)
     return 0
@@ -129,6 +161,7 @@ def _make_parser() -> argparse.ArgumentParser:
         description="Serve images over HTTP until SIGTERM or Ctrl-C.",
         epilog="Then: curl --data-binary @photo.jpg http://127.0.0.1:4869/upload",
     )
+    serve.add_argument("--supervisor-pid", type=int, help=argparse.SUPPRESS)
     _add_settings(serve)
     scrub = commands.add_parser(
         "scrub",

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from uvimg.core.access import parse_network, parse_rules
 from uvimg.core.formats import FORMATS
-from uvimg.core.place import check_places, parse_place
+from uvimg.core.place import check_places
 
 ENVIRONMENT_PREFIX = "UVIMG_"
 APPS = ("images",)
@@ -190,11 +190,17 @@ class Settings:
     )
     front_end: Literal["aiohttp", "streams", "transport"] = _setting("aiohttp", _SERVER, "What speaks HTTP.")
     loop: Literal["uvloop", "asyncio"] = _setting("uvloop", _SERVER, "The event loop it runs on.")
-    max_connections: int = _setting(
-        20_000, _SERVER, "Connections at a time, where the front-end counts them (not aiohttp); more are closed.", low=1
-    )
+    max_connections: int = _setting(20_000, _SERVER, "Connections at a time; more are closed.", low=1)
     backlog: int = _setting(
         4096, _SERVER, "Connections the kernel may hold until they are accepted.", low=1, high=65_535
+    )
+    processes: int = _setting(
+        0,
+        _SERVER,
+        "Serving processes, under one more that replaces them when they die and, at SIGHUP, without a failed request; "
+        "0 serves in this process alone.",
+        low=0,
+        high=1024,
     )
     tls_certificate: str = _setting(
         "",
@@ -212,11 +218,12 @@ class Settings:
         low=0,
         unit="s",
     )
-    operations_listen: str = _setting(
-        "",
+    operations_listen: tuple[str, ...] = _setting(
+        (),
         _SERVER,
-        "Place where /health and /metrics are answered instead, in plain HTTP, to whoever can connect, to the end.",
-        check=lambda text: text and parse_place(text),
+        "Places where /health and /metrics are answered instead, in plain HTTP, to whoever can connect, to the end.",
+        check=check_places,
+        repeated=True,
     )
     metrics_dir: str = _setting(
         "",
@@ -365,7 +372,7 @@ def load(
             _put(values, by_name, name.lower() if name.isupper() else name, value, f"from the environment's {key}")
     for key, value in flags.items():
         if value is not None:
-            flag = key if by_name[key].positional else "--" + key.replace("_", "-")
+            flag = key if key in by_name and by_name[key].positional else "--" + key.replace("_", "-")
             _put(values, by_name, key, value, f"from {flag}")
     settings = Settings(**values)
     _check_together(settings)
@@ -375,6 +382,8 @@ def load(
 def _check_together(settings: Settings) -> None:
     if bool(settings.tls_certificate) != bool(settings.tls_key):
         raise ConfigError("tls_certificate and tls_key go together: give both or none")
+    if settings.processes and settings.store == "memory:":
+        raise ConfigError(f"processes = {settings.processes}: each process would have a memory: store of its own")
 
 
 def _read_file(path: str) -> dict[str, Any]:
@@ -474,6 +483,23 @@ def changed(settings: Settings) -> dict[str, str]:
         for declaration in declarations()
         if getattr(settings, declaration.name) != declaration.default
     }
+
+
+def to_flags(values: Mapping[str, Any]) -> list[str]:
+    """The command line that says these values, as text or as Python has them; None says nothing."""
+    by_name = {declaration.name: declaration for declaration in declarations()}
+    named, flags = [], []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if value is None:
+            continue
+        if by_name[name].positional:
+            named += value
+        elif isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}={item}" for item in (value if isinstance(value, list | tuple) else [value])]
+    return named + flags
 
 
 def to_toml(settings: Settings | None = None) -> str:

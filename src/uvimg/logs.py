@@ -6,7 +6,6 @@ import time
 from typing import Literal
 
 import msgspec
-from aiohttp.http_exceptions import HttpProcessingError
 
 from uvimg.core.message import Request
 from uvimg.service import AccessLog
@@ -22,32 +21,22 @@ def set_up(form: Literal["text", "json"], level: str) -> None:
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     # Warnings about malformed requests are the client's business, and anybody can cause them.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
-    logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
-
-
-def _is_our_fault(record: logging.LogRecord) -> bool:
-    """aiohttp tells malformed requests and failures of our handler alike, as errors with their exception."""
-    exc = record.exc_info[1] if record.exc_info else None
-    return not isinstance(exc, HttpProcessingError | ConnectionError)
 
 
 def make_access_log() -> AccessLog:
     """One line a request. The target is logged as it came, still encoded, so it cannot break the line."""
 
     def write(request: Request, peer: str, status: int, size: int, seconds: float) -> None:
-        _access.info(
-            "",
-            extra={
-                "request": {
-                    "method": _printable(request.method),
-                    "target": _printable(request.target),
-                    "status": status,
-                    "bytes": size,
-                    "ms": round(seconds * 1000, 2),
-                    "peer": peer,
-                }
-            },
-        )
+        told = {
+            "method": _printable(request.method),
+            "target": _printable(request.target),
+            "status": status,
+            "bytes": size,
+            "ms": round(seconds * 1000, 2),
+            "peer": peer,
+        }
+        # A message too, for the log of somebody else's process.
+        _access.info("%(peer)s %(method)s %(target)s %(status)d %(bytes)d B %(ms).2f ms", told, extra={"request": told})
 
     return write
 
@@ -58,16 +47,12 @@ def _timestamp(record: logging.LogRecord) -> str:
 
 class _TextLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        request = getattr(record, "request", None)
-        if request is None:
-            text = record.getMessage()
-            if record.exc_info:
-                text += "\n" + self.formatException(record.exc_info)
-            return f"{_timestamp(record)} {record.levelname} {text}"
-        return (
-            f"{_timestamp(record)} {request['peer']} {request['method']} {request['target']} "
-            f"{request['status']} {request['bytes']} B {request['ms']:.2f} ms"
-        )
+        text = record.getMessage()
+        if hasattr(record, "request"):
+            return f"{_timestamp(record)} {text}"
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        return f"{_timestamp(record)} {record.levelname} {text}"
 
 
 class _JsonLines(logging.Formatter):

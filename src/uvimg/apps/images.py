@@ -16,6 +16,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -387,7 +388,7 @@ class Images:
         async with self._stage(body) as staged:
             stored = await self._bind(staged)
         if face == "images":
-            return _answer_created(stored)
+            return _answer_created(request, stored)
         if stored.conflict:
             raise stored.conflict
         return _json({"ret": True, "info": {"md5": stored.facts.md5, "size": stored.record.size}})
@@ -414,10 +415,10 @@ class Images:
                 raise BadRequest("The form holds no file.")
             only = outcomes[0][1]
             assert isinstance(only, Stored)
-            return _answer_created(only)
+            return _answer_created(request, only)
         if "application/json" in request.headers.get("accept", ""):
             return _tell_form_as_json(outcomes)
-        return _html(_tell_form(outcomes, self._settings.port))
+        return _html(_tell_form(request, outcomes, self._settings.port))
 
     @contextlib.asynccontextmanager
     async def _stage(self, chunks: AsyncIterable[bytes]) -> "AsyncIterator[_Staged]":
@@ -643,25 +644,26 @@ def _describe_as_zimg(record: Record, facts: Facts) -> dict[str, object]:
     }
 
 
-def _answer_created(stored: Stored) -> Response:
+def _answer_created(request: Request, stored: Stored) -> Response:
     if stored.conflict:
         raise stored.conflict
-    url = f"/images/{stored.record.digest.hex()}"
+    url = f"{quote(request.prefix)}/images/{stored.record.digest.hex()}"
     response = _json({"url": url, **_describe(stored.record, stored.facts)}, 201)
     response.headers["Location"] = url
     return response
 
 
-def _tell_form(outcomes: Sequence[tuple[str, Stored | UvimgError]], port: int) -> str:
+def _tell_form(request: Request, outcomes: Sequence[tuple[str, Stored | UvimgError]], port: int) -> str:
     """zimg's answer to a form, to the byte: clients take it apart."""
     blocks = ["<html>\n<head>\n<title>Upload Result</title>\n</head>\n<body>\n"]
     for filename, outcome in outcomes:
         match outcome:
             case Stored(conflict=None):
                 md5 = outcome.facts.md5
+                path = html.escape(f"{quote(request.prefix)}/{md5}")
                 blocks.append(
                     f"<h1>MD5: {md5}</h1>\nImage upload successfully! You can get this image via this address:"
-                    f'<br/><br/>\n<a href="/{md5}">http://yourhostname:{port}/{md5}</a>'
+                    f'<br/><br/>\n<a href="{path}">http://yourhostname:{port}{path}</a>'
                     "?w=width&h=height&g=isgray&x=position_x&y=position_y&r=rotate&q=quality&f=format\n"
                 )
             case UnsupportedType():

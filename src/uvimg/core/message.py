@@ -20,7 +20,8 @@ class Request(msgspec.Struct, frozen=True):
 
     `length` is the declared size of the body in bytes, 0 when there is none, None when it comes in chunks;
     `body` is iterated at most once, and reads the socket as it is. `peer` is the address of the socket's
-    other end, which behind a proxy is the proxy's.
+    other end, which behind a proxy is the proxy's. `prefix` is the path below which all of this is mounted, ""
+    at the root: `path` comes without it, and what names a path in an answer begins with it.
     """
 
     method: str
@@ -31,6 +32,7 @@ class Request(msgspec.Struct, frozen=True):
     peer: str
     length: int | None
     body: AsyncIterable[bytes]
+    prefix: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,9 @@ class _FilterProgram(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """SIGKILL when the parent goes, however it goes. Exits at once if it has gone already."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with_parent(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Get a signal when the parent goes, however it goes. Exits at once if it has gone already."""
+    _libc.prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
     if os.getppid() != parent_pid:
         raise SystemExit(1)
 

@@ -1,174 +1,295 @@
-"""The aiohttp front-end: one handler on `web.Server`, without its router, which would cost 6 µs a request.
+"""aiohttp in front: `application` for somebody's aiohttp application, and the front-end of a process of our own.
 
-Surprises: aiohttp's low-level server knows nothing of Expect, so it is met here, and only when somebody
-really wants the body; and a body that nobody read to its end closes the connection behind the answer.
+One handler serves both. The front-end runs it on `web.Server`, without aiohttp's router, which would cost 6 µs a
+request, and behind a gate that holds clients to HTTP before aiohttp hears of them. In an application of others
+there is no gate: what aiohttp has read there is held against the same rules, as far as it can still be seen.
+Surprise: aiohttp knows nothing of Expect below its router, so it is met here, and only when somebody really wants
+the body.
 """
 
 import asyncio
+import dataclasses
+import logging
 import socket
-from collections.abc import AsyncIterator
+import ssl
+from collections.abc import AsyncIterable, AsyncIterator
+from typing import Any
+from urllib.parse import unquote
 
 from aiohttp import ClientError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from uvimg.core.errors import BadRequest, ExpectationFailed, RequestTimeout
-from uvimg.core.http1 import HANDSHAKE_S
-from uvimg.core.message import FilePart, Request, Response, fold_headers, split_target
+from uvimg.assembly import assemble
+from uvimg.config import Settings
+from uvimg.core.errors import BadRequest, RequestTimeout, UvimgError
+from uvimg.core.http1 import BODY_BYTES_PER_S, BODY_START_S, HANDSHAKE_S, Head, parse_head
+from uvimg.core.message import FilePart, Request, Response
 from uvimg.service import Service
 from uvimg.web import WebSettings, name_peer, read_part
 from uvimg.web.drain import Drain
+from uvimg.web.gate import Gate, Gates
 from uvimg.web.listen import close_servers
+from uvimg.web.tls import TlsTransport
 
-# When requests have been answered, or their grace is over: for what is still in a buffer.
-_LAST_WRITES_S = 1.0
-# How late the end of the last connection may be noticed.
-_LOOK_S = 0.02
-# A body must come at this rate after a start that is free: slower ones only hold a place.
-_BODY_START_S = 20.0
-_BODY_BYTES_PER_S = 1024
+# When the grace is over: for tasks that have been told to end.
+_LAST_STEPS_S = 1.0
 # Files are sent in such pieces. A large one is read in a thread: a disk may take its time.
 _PIECE_BYTES = 262_144
 _READ_AT_ONCE_BYTES = 1 << 20
 
 
+def application(settings: Settings) -> web.Application:
+    """The whole service as an aiohttp application: run it, or mount it with `add_subapp`.
+
+    It starts when the application around it starts, on the loop that runs that, and stops with it. Of the settings,
+    those of the process (host, port, front_end, loop, connections, log and their like) say nothing here: that is the
+    host's business. Starting raises what `uvimg serve` would complain of.
+    """
+    # Listening for itself is no business of a guest: /health and /metrics are pages like others here.
+    alone = dataclasses.replace(settings, operations_listen=())
+    app = web.Application()
+    mounted = _Mounted()
+    # Without Expect's own handler: nobody is asked for a body before somebody wants it.
+    route = app.router.add_route("*", "/{path:.*}", mounted.handle, expect_handler=_expect_nothing)
+    app.router.add_route("*", "", mounted.add_slash)
+
+    async def run(_: web.Application) -> AsyncIterator[None]:
+        assert route.resource is not None
+        mounted.prefix = unquote(route.resource.canonical.removesuffix("/{path}"))
+        async with assemble(alone) as parts:
+            mounted.service = parts.service
+            yield
+
+    app.cleanup_ctx.append(run)
+    app.on_shutdown.append(mounted.stop)
+    return app
+
+
+class _Mounted:
+    """The service in an application, under a prefix that is known when it starts: "" or "/pictures"."""
+
+    service: Service
+    prefix: str = ""
+    stopping: bool = False
+
+    async def stop(self, _: web.Application) -> None:
+        self.stopping = self.service.draining = True
+
+    async def add_slash(self, incoming: web.Request) -> web.StreamResponse:
+        # The page's links are relative to the folder that it is in.
+        url = incoming.rel_url
+        raise web.HTTPPermanentRedirect(f"{url.raw_path}/?{url.raw_query_string}".removesuffix("?"))
+
+    async def handle(self, incoming: web.Request) -> web.StreamResponse:
+        try:
+            head = parse_head(_spell(incoming))
+        except UvimgError as exc:
+            answer = _encode(self.service.refuse_head(exc))
+            answer.force_close()
+            return answer
+        if not head.path.startswith(self.prefix + "/"):
+            raise web.HTTPNotFound
+        body = _read_body(incoming, head, None) if head.has_body else _NOTHING
+        path = head.path[len(self.prefix) :]
+        request = _make_request(head, incoming.remote or name_peer(incoming.transport), body, path, self.prefix)
+        response = self.service.try_now(request)
+        if response is None:
+            response = await self.service.handle(request)
+        answer = _encode(response)
+        if self.stopping or not incoming.content.at_eof():
+            answer.force_close()
+        return answer
+
+
+async def _expect_nothing(_: web.Request) -> None:
+    pass
+
+
+def _spell(incoming: web.BaseRequest) -> bytes:
+    """A request's head as its client may have written it, for a parser that is stricter than aiohttp's."""
+    version = incoming.version
+    line = f"{incoming.method} {incoming.raw_path} HTTP/{version.major}.{version.minor}\r\n"
+    fields = b"".join(b"%b: %b\r\n" % field for field in incoming.raw_headers)
+    return line.encode("utf-8", "surrogateescape") + fields + b"\r\n"
+
+
 class AiohttpFrontEnd:
-    """See `FrontEnd`."""
+    """See `FrontEnd`. `server` makes the protocol of a connection, and counts requests, for who listens himself."""
 
     def __init__(self, service: Service, settings: WebSettings) -> None:
         self._service, self._settings = service, settings
-        server = web.Server(
+        logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
+        self._servers: list[asyncio.Server] = []
+        self._listeners: list[socket.socket] = []
+        self._drain = Drain()
+
+    async def start(self, listeners: list[socket.socket]) -> None:
+        self.server = _GatedServer(
             self._handle,
             # A client that goes away frees what works for it.
             handler_cancellation=True,
-            keepalive_timeout=settings.keepalive_s,
+            keepalive_timeout=self._settings.keepalive_s,
             # An image is no text: a body that says it is compressed is taken as it is, and refused.
             auto_decompress=False,
-            lingering_time=2.0,
+            # The gate lingers.
+            lingering_time=0,
             # Ours says the same for every front-end.
             access_log=None,
         )
-        self._server = server
-        self._runner = web.ServerRunner(server, shutdown_timeout=_LAST_WRITES_S)
-        self._servers: list[asyncio.Server] = []
-        self._drain = Drain()
-        # The connections with a request in flight.
-        self._busy: set[object] = set()
-
-    async def start(self, listeners: list[socket.socket]) -> None:
-        await self._runner.setup()
-        assert self._runner.server is not None
+        self.server.gates = Gates(self.server.make_inner, self._settings.max_connections, self._drain)
+        self.server.tls = self._settings.tls
         self._listeners = listeners
+        loop = asyncio.get_running_loop()
         for listener in listeners:
-            # Not by aiohttp's sites, which leave a handshake a minute.
-            tls = self._settings.tls_for(listener)
-            server = await asyncio.get_running_loop().create_server(
-                self._runner.server,
-                sock=listener,
-                backlog=self._settings.backlog,
-                ssl=tls,
-                ssl_handshake_timeout=HANDSHAKE_S if tls else None,
-                # From the close on, whatever is still to be taken: past this a slow client's answer is cut off.
-                ssl_shutdown_timeout=self._settings.keepalive_s if tls else None,
-            )
-            self._servers.append(server)
+            make = self.server.make_gate if self._settings.tls_for(listener) is None else self.server
+            self._servers.append(await loop.create_server(make, sock=listener, backlog=self._settings.backlog))
 
     @property
     def open_connections(self) -> int:
-        return len(self._server.connections)
+        return len(self.server.gates.open)
 
     async def stop(self) -> None:
         await close_servers(self._servers, self._listeners)
-        # Not aiohttp's own shutdown yet: from its first moment on it reads no more of any body.
-        await self._drain.run(self._all_closed, self._close_idle, self._settings.grace_s)
-        await self._runner.cleanup()
-
-    async def _all_closed(self) -> None:
-        assert self._runner.server is not None
-        # aiohttp tells nobody when one ends.
-        while self._runner.server.connections:  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_S)
-
-    def _close_idle(self) -> None:
-        assert self._runner.server is not None
-        for connection in self._runner.server.connections:
-            if connection not in self._busy:
-                # Its `close` leaves idle connections open. What has been written is still sent.
-                connection.force_close()
+        gates = self.server.gates
+        await self._drain.run(gates.all_closed, gates.close_idle, self._settings.grace_s)
+        await gates.close()
+        await self.server.shutdown(_LAST_STEPS_S)
 
     async def _handle(self, incoming: web.BaseRequest) -> web.StreamResponse:
-        self._busy.add(incoming.protocol)
+        gate = incoming.transport
+        if gate is None:
+            # It has gone, and aiohttp has not yet heard of it.
+            return web.Response(status=400)
+        assert isinstance(gate, Gate)
+        head = gate.take()
+        if isinstance(head, UvimgError):
+            response, body = self._service.refuse_head(head), False
+        else:
+            pieces = _read_body(incoming, head, gate) if head.has_body else _NOTHING
+            request = _make_request(head, gate.peer, pieces, head.path, "")
+            tried = self._service.try_now(request)
+            if tried is None:
+                if not head.has_body:
+                    gate.work()
+                tried = await self._service.handle(request)
+            response, body = tried, head.has_body
         try:
-            request = _translate(incoming)
-            response = self._service.try_now(request)
-            if response is None:
-                response = await self._service.handle(request)
-            try:
-                return await _send(incoming, response, last=self._drain.begun)
-            finally:
-                response.release()
+            response.headers["Server"] = "uvimg"
+            answer = _encode(response)
+            last = self._drain.is_over or (self._drain.begun and not gate.has_more)
+            if last or (body and not incoming.content.at_eof()):
+                answer.force_close()
+            if isinstance(answer, _FileAnswer):
+                # aiohttp would do so behind us; here it is known when all of it has been written.
+                await answer.prepare(incoming)
+                await answer.write_eof()
+            return answer
         finally:
-            self._busy.discard(incoming.protocol)
+            response.release()
+            gate.answered()
 
 
-def _translate(incoming: web.BaseRequest) -> Request:
-    target = incoming.raw_path
-    path, query = split_target(target)
-    headers = fold_headers(incoming.headers.items())
-    length = incoming.content_length if incoming.body_exists else 0
-    body = _read_body(incoming, headers.get("expect"))
-    return Request(
-        incoming.method, target, path, query, headers, incoming.remote or name_peer(incoming.transport), length, body
-    )
+def _is_our_fault(record: logging.LogRecord) -> bool:
+    """aiohttp tells what a client did and failures of our handler alike, as errors with their exception."""
+    exc = record.exc_info[1] if record.exc_info else None
+    return not isinstance(exc, HttpProcessingError | ConnectionError)
 
 
-async def _read_body(incoming: web.BaseRequest, expect: str | None) -> AsyncIterator[bytes]:
+class _GatedServer(web.Server):
+    """aiohttp's server, which makes a gate for each connection, aiohttp's own handler behind it, and TLS before it."""
+
+    gates: Gates
+    tls: ssl.SSLContext | None
+
+    def make_inner(self) -> web.RequestHandler:
+        return super().__call__()
+
+    def make_gate(self) -> Gate:
+        return Gate(self.gates)
+
+    def __call__(self) -> Gate | TlsTransport:  # type: ignore[override]
+        gate = self.make_gate()
+        return gate if self.tls is None else TlsTransport(self.tls, HANDSHAKE_S, gate)
+
+
+def _make_request(head: Head, peer: str, body: AsyncIterable[bytes], path: str, prefix: str) -> Request:
+    return Request(head.method, head.target, path, head.query, head.headers, peer, head.length, body, prefix)
+
+
+async def _read_body(incoming: web.BaseRequest, head: Head, gate: Gate | None) -> AsyncIterator[bytes]:
     """The body as it comes. RequestTimeout when too slow, BadRequest when it ends before its end."""
-    if expect is not None and incoming.version >= (1, 1):
-        if expect.lower() != "100-continue":
-            raise ExpectationFailed()
-        if incoming.transport is not None:
-            incoming.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    loop = asyncio.get_running_loop()
-    started, received = loop.time(), 0
+    reader = incoming.content
+    if gate is not None:
+        gate.read_by(reader)
+    if head.expects_continue and incoming.transport is not None and not reader.total_bytes:
+        incoming.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    now = asyncio.get_running_loop().time
+    # The time that passes while nobody asks for more is not the client's.
+    free_until, received = now() + BODY_START_S, 0
     try:
         while True:
-            async with asyncio.timeout_at(started + _BODY_START_S + received / _BODY_BYTES_PER_S):
-                chunk = await incoming.content.readany()
+            async with asyncio.timeout_at(free_until + received / BODY_BYTES_PER_S):
+                chunk = await reader.readany()
             if not chunk:
                 return
             received += len(chunk)
+            given = now()
             yield chunk
+            free_until += now() - given
     except TimeoutError:
         raise RequestTimeout() from None
     except (ClientError, HttpProcessingError, ConnectionError) as exc:
         raise BadRequest("The body is malformed, or ended before its declared length.") from exc
 
 
-async def _send(incoming: web.BaseRequest, response: Response, *, last: bool) -> web.StreamResponse:
-    headers = response.headers
-    headers["Server"] = "uvimg"
-    if not incoming.content.at_eof():
-        headers["Connection"] = "close"
+def _encode(response: Response) -> web.StreamResponse:
     body = response.body
-    answer: web.StreamResponse
-    if isinstance(body, FilePart):
-        answer = web.StreamResponse(status=response.status, headers=headers)
-        answer.content_length = body.size
-    else:
-        answer = web.Response(status=response.status, headers=headers, body=body)
-    if last:
-        # The header alone would leave it to the client.
-        answer.force_close()
     if not isinstance(body, FilePart):
-        return answer
-    await answer.prepare(incoming)
-    if incoming.method == "HEAD":
-        return answer
-    for at in range(0, body.size, _PIECE_BYTES):
-        size = min(_PIECE_BYTES, body.size - at)
-        if body.size <= _READ_AT_ONCE_BYTES:
-            piece = read_part(body, at, size)
-        else:
-            piece = await asyncio.to_thread(read_part, body, at, size)
-        await answer.write(piece)
-    return answer
+        return web.Response(status=response.status, headers=response.headers, body=body)
+    return _FileAnswer(response, body)
+
+
+class _FileAnswer(web.StreamResponse):
+    """An answer whose body is read from a file when aiohttp writes it: behind the host's middlewares."""
+
+    def __init__(self, response: Response, part: FilePart) -> None:
+        super().__init__(status=response.status, headers=response.headers)
+        self.content_length = part.size
+        self._response = response
+        self._part: FilePart | None = part
+
+    async def prepare(self, request: web.BaseRequest) -> Any:
+        if request.method == "HEAD":
+            self._part = None
+        return await super().prepare(request)
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        part, self._part = self._part, None
+        try:
+            if part is not None:
+                await self._write_part(part)
+        finally:
+            self._response.release()
+        await super().write_eof(data)
+
+    async def _write_part(self, part: FilePart) -> None:
+        for at in range(0, part.size, _PIECE_BYTES):
+            size = min(_PIECE_BYTES, part.size - at)
+            if part.size <= _READ_AT_ONCE_BYTES:
+                piece = read_part(part, at, size)
+            else:
+                piece = await asyncio.to_thread(read_part, part, at, size)
+            await self.write(piece)
+
+
+class _Nothing:
+    """The body of a request that has none."""
+
+    def __aiter__(self) -> "_Nothing":
+        return self
+
+    async def __anext__(self) -> bytes:
+        raise StopAsyncIteration
+
+
+_NOTHING = _Nothing()

@@ -15,7 +15,8 @@ import socket
 import stat
 from collections.abc import Iterator, Sequence
 
-from uvimg.core.place import Inherited, Place, Tcp, Unix
+from uvimg import systemd
+from uvimg.core.place import Inherited, Place, Tcp, Unix, parse_place
 
 # Whoever may enter the folder may connect: a proxy runs as another user. The folder's mode is the fence.
 _UNIX_MODE = 0o666
@@ -24,6 +25,11 @@ _MOST_ROUNDS = 5000
 
 class CannotListen(Exception):
     """A place cannot be had; the message is one readable line."""
+
+
+def choose_places(listen: Sequence[str], host: str, port: int) -> list[Place]:
+    """Those that are named, else those that systemd hands over, else host and port."""
+    return [parse_place(text) for text in listen] or [*systemd.inherited_places()] or [Tcp(host, port)]
 
 
 @contextlib.contextmanager

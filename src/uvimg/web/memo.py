@@ -15,6 +15,8 @@ from uvimg.core.negotiate import http_date
 from uvimg.core.tally import Tally
 from uvimg.service import Service
 
+# Longer heads are not worth remembering.
+LONGEST_HEAD_BYTES = 1024
 # What is larger takes so long to send that finding it again is nothing.
 _LONGEST_ANSWER = 65_536 + 2048
 # The objects beside the bytes.

@@ -33,6 +33,7 @@ from uvimg.core.negotiate import http_date
 from uvimg.service import Service
 from uvimg.web import LOCAL_PEER, WebSettings, read_part
 from uvimg.web.drain import Drain
+from uvimg.web.memo import LONGEST_HEAD_BYTES, Memo
 from uvimg.web.stream import Stream, TlsStream
 
 log = logging.getLogger("uvimg.web")
@@ -40,6 +41,7 @@ log = logging.getLogger("uvimg.web")
 # Files are sent in such pieces. A large one is read in a thread: a disk may take its time.
 _PIECE_BYTES = 262_144
 _READ_AT_ONCE_BYTES = 1 << 20
+# Others wait to be served meanwhile.
 _ACCEPT_AT_ONCE = 100
 # How late a deadline may be noticed.
 _WATCH_S = 0.25
@@ -50,7 +52,7 @@ class StreamsFrontEnd:
 
     def __init__(self, service: Service, settings: WebSettings) -> None:
         self._service, self._settings = service, settings
-        self._drain = Drain()
+        self._memo, self._drain = Memo(service, settings.memo_bytes), Drain()
         self._listeners: list[socket.socket] = []
         self._talking: dict[asyncio.Task[None], _Conversation] = {}
 
@@ -68,10 +70,11 @@ class StreamsFrontEnd:
 
     async def stop(self) -> None:
         loop = asyncio.get_running_loop()
+        self._memo.stop()
         for listener in self._listeners:
             loop.remove_reader(listener)
             # Whoever waits in the queue is let in: closing would reset the connection.
-            self._accept(listener)
+            self._accept(listener, most=self._settings.backlog)
             listener.close()
         await self._drain.run(self._all_closed, self._close_idle, self._settings.grace_s)
         for task in [*self._talking, self._watching]:
@@ -101,9 +104,9 @@ class StreamsFrontEnd:
         if listener.fileno() >= 0:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
-    def _accept(self, listener: socket.socket) -> None:
-        """Let in who waits; not in one call, while others wait to be served, more than a few."""
-        for _ in range(_ACCEPT_AT_ONCE):
+    def _accept(self, listener: socket.socket, most: int = _ACCEPT_AT_ONCE) -> None:
+        """Let in who waits."""
+        for _ in range(most):
             try:
                 connection, peer = listener.accept()
             except BlockingIOError:
@@ -126,7 +129,9 @@ class StreamsFrontEnd:
         tls = self._settings.tls_for(listener)
         stream = Stream(connection) if tls is None else TlsStream(connection, tls)
         address = peer[0] if isinstance(peer, tuple) else LOCAL_PEER
-        conversation = _Conversation(self._service, stream, address, self._settings.keepalive_s, self._drain)
+        conversation = _Conversation(
+            self._service, stream, address, self._settings.keepalive_s, self._drain, self._memo
+        )
         task = asyncio.create_task(conversation.hold())
         self._talking[task] = conversation
         task.add_done_callback(self._forget)
@@ -141,9 +146,11 @@ class StreamsFrontEnd:
 class _Conversation:
     """One connection from its first head to its end."""
 
-    def __init__(self, service: Service, stream: Stream, peer: str, keepalive_s: float, drain: Drain) -> None:
+    def __init__(
+        self, service: Service, stream: Stream, peer: str, keepalive_s: float, drain: Drain, memo: Memo
+    ) -> None:
         self._service, self._stream, self._peer, self._keepalive_s = service, stream, peer, keepalive_s
-        self._drain = drain
+        self._drain, self._memo = drain, memo
         self.idle = True
         # Whether the answer at hand is the last one on this connection.
         self._last = False
@@ -182,13 +189,13 @@ class _Conversation:
                 with self.within(HANDSHAKE_S):
                     await stream.open()
                 while not (self._last or self._drain.is_over):
-                    head = await self._read_head(stream)
-                    if head is not None:
-                        await self._answer(stream, head)
+                    data = await self._read_head(stream)
+                    if data is not None:
+                        await self._answer(stream, data)
                 await self._linger(stream)
 
-    async def _read_head(self, stream: Stream) -> Head | None:
-        """The next head; None when it was none and has been refused. EOFError at the end.
+    async def _read_head(self, stream: Stream) -> bytes | None:
+        """The bytes of the next head; None when it was none and has been refused. EOFError at the end.
 
         Waiting for its first byte is idling; from then on time counts.
         """
@@ -201,8 +208,7 @@ class _Conversation:
         stream.unread(first)
         try:
             with self.within(HEAD_S):
-                data = await stream.read_until(b"\r\n\r\n", check_start)
-            return parse_head(data)
+                return await stream.read_until(b"\r\n\r\n", check_start)
         except UvimgError as exc:
             await self._refuse(stream, exc)
         except TimeoutError:
@@ -214,7 +220,18 @@ class _Conversation:
         self._last = True
         await self._send(stream, self._service.refuse_head(error), None)
 
-    async def _answer(self, stream: Stream, head: Head) -> None:
+    async def _answer(self, stream: Stream, data: bytes) -> None:
+        if (known := self._memo.recall(data, self._peer)) is not None:
+            self._last = known.last
+            await self._write(stream, known.whole)
+            return
+        try:
+            head = parse_head(data)
+        except UvimgError as exc:
+            await self._refuse(stream, exc)
+            return
+        repeats = not head.has_body and len(data) <= LONGEST_HEAD_BYTES
+        version = self._memo.begin(data) if repeats else None
         body = _Body(stream, head)
         request = Request(
             head.method, head.target, head.path, head.query, head.headers, self._peer, head.length, aiter(body)
@@ -224,7 +241,9 @@ class _Conversation:
             response = await (self._service.handle(request) if head.has_body else self._work(stream, request))
         self._last = self._last or not head.keep_alive or not body.ended or self._drain.begun
         try:
-            await self._send(stream, response, head)
+            sent = await self._send(stream, response, head)
+            if version is not None and sent is not None:
+                self._memo.keep(data, version, sent, self._last, request, response)
         finally:
             response.release()
 
@@ -247,7 +266,8 @@ class _Conversation:
                 # It came just when nobody wanted it any more.
                 late.release()
 
-    async def _send(self, stream: Stream, response: Response, head: Head | None) -> None:
+    async def _send(self, stream: Stream, response: Response, head: Head | None) -> bytes | None:
+        """The answer as it was written, where it was written whole."""
         start = encode_head(
             response,
             http_date(int(time.time())),
@@ -259,7 +279,7 @@ class _Conversation:
             body = b""
         if not isinstance(body, FilePart):
             await self._write(stream, start + body)
-            return
+            return start + body
         for at in range(0, max(body.size, 1), _PIECE_BYTES):
             size = min(_PIECE_BYTES, body.size - at)
             if body.size <= _READ_AT_ONCE_BYTES:
@@ -268,6 +288,7 @@ class _Conversation:
                 piece = await asyncio.to_thread(read_part, body, at, size)
             await self._write(stream, start + piece)
             start = b""
+        return None
 
     async def _write(self, stream: Stream, data: bytes) -> None:
         """Bytes to a client that takes them: what the kernel has no room for must go at a rate."""

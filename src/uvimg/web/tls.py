@@ -150,6 +150,9 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         if not self._outer.is_closing():
             self._outer.write(self._tls.seal(data))
 
+    def can_write_eof(self) -> bool:
+        return True
+
     def write_eof(self) -> None:
         self._outer.write(self._tls.end())
         self._outer.write_eof()

@@ -39,7 +39,7 @@ from uvimg.service import Service
 from uvimg.web import WebSettings, name_peer, read_part
 from uvimg.web.drain import Drain
 from uvimg.web.listen import close_servers
-from uvimg.web.memo import Memo
+from uvimg.web.memo import LONGEST_HEAD_BYTES, Memo
 from uvimg.web.tls import TlsTransport
 
 log = logging.getLogger("uvimg.web")
@@ -52,8 +52,6 @@ _READ_AT_ONCE_BYTES = 262_144
 _PIECE_BYTES = 262_144
 # How late a deadline may be noticed.
 _WATCH_S = 0.25
-# Longer heads are not worth remembering.
-_LONGEST_KNOWN_BYTES = 1024
 
 
 class TransportFrontEnd:
@@ -365,7 +363,7 @@ class _Connection(asyncio.Protocol):
             return known.whole
         head = parse_head(data)
         memo, version = self._front_end.memo, None
-        if not head.has_body and len(data) <= _LONGEST_KNOWN_BYTES:
+        if not head.has_body and len(data) <= LONGEST_HEAD_BYTES:
             version = memo.begin(data)
         body = _Body(self, head) if head.has_body else None
         request = Request(

@@ -1,0 +1,234 @@
+"""Settings → the service with everything behind it, started in order and stopped backwards. No front-end yet.
+
+Order matters: the store is opened first (what is wrong with it is found at once), then the workers are started.
+Below `web`, so that an aiohttp application of ours can start a service in somebody else's process.
+"""
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+from uvimg import __version__, config, logs
+from uvimg.apps.images import Images, ImagesSettings, Rendition, weigh
+from uvimg.apps.operations import PATHS, Health, Operations, OperationsSettings, judge_health
+from uvimg.cache import Cache
+from uvimg.config import Settings
+from uvimg.core.access import parse_network, parse_rules
+from uvimg.core.errors import StoreDown
+from uvimg.core.formats import Format, parse_output_format
+from uvimg.core.plan import Rules
+from uvimg.imaging import Limits, Ready
+from uvimg.imaging.pool import Pool, PoolSettings
+from uvimg.metrics import Metrics, Reading, watch_process
+from uvimg.service import Service
+from uvimg.store import Store, open_store
+
+
+class CannotStart(Exception):
+    """The service cannot be started as configured; the message is one readable line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """`operations` answers about health and metrics alone; `ready` is what the workers can do."""
+
+    service: Service
+    operations: Service
+    ready: Ready
+
+
+@contextlib.asynccontextmanager
+async def assemble(settings: Settings) -> AsyncIterator[Assembled]:
+    """The service with everything behind it; stopped in order at the end."""
+    metrics = Metrics(settings.metrics_dir)
+    async with _publishing(metrics):
+        store = open_store(settings.store)
+        try:
+            pool = Pool(_pool_settings(settings))
+            ready = await pool.start()
+            try:
+                _check_formats(settings, ready)
+                cache: Cache[Any, Rendition] = Cache(settings.cache_size, weigh)
+                images = Images(_images_settings(settings), store, pool, cache)
+                access_log = logs.make_access_log() if settings.access_log else None
+                version = (store.near or _Unchanging()).version
+
+                def health() -> Health:
+                    return _find_health(service, pool, store)
+
+                operations = Operations(_operations_settings(settings), metrics, health)
+                pages = {} if settings.operations_listen else dict.fromkeys(PATHS, operations)
+                service = Service(images, access_log, version, metrics, pages=pages)
+                _watch(metrics, service, pool, cache, store, settings)
+                metrics.info = {"version": __version__, "libvips": ready.libvips}
+                # One that drains looks whether others serve.
+                await metrics.publish()
+                try:
+                    yield Assembled(service, Service(operations, access_log, version, metrics), ready)
+                finally:
+                    await images.drain()
+            finally:
+                await pool.stop()
+        finally:
+            await store.close()
+
+
+@contextlib.asynccontextmanager
+async def _publishing(metrics: Metrics) -> AsyncIterator[None]:
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            await stack.enter_async_context(metrics.publishing())
+        except OSError as exc:
+            raise CannotStart(f"metrics_dir cannot be used: {exc}") from exc
+        yield
+
+
+def _find_health(service: Service, pool: Pool, store: Store) -> Health:
+    """What is asked for every second or so: nothing here waits, and the store's answer takes a microsecond."""
+    draining = service.draining and not service.metrics.others_serve()
+    try:
+        if store.near is not None:
+            store.near.record(b"health")
+    except StoreDown:
+        store_answers = False
+    else:
+        store_answers = True
+    return judge_health(draining=draining, workerless_s=pool.workerless_s, store_answers=store_answers)
+
+
+def _watch(
+    metrics: Metrics, service: Service, pool: Pool, cache: Cache[Any, Rendition], store: Store, settings: Settings
+) -> None:
+    metrics.watch(watch_process(lambda: pool.pids, lambda: service.draining))
+    metrics.watch(lambda: _read_pool(pool, _pool_settings(settings)))
+    metrics.watch(lambda: _read_cache(cache, settings.cache_size))
+    metrics.view(lambda: _read_store(store))
+
+
+def _read_pool(pool: Pool, settings: PoolSettings) -> Iterator[Reading]:
+    for lane, waiting in pool.queues.items():
+        yield Reading("uvimg_queue_jobs", (lane,), waiting)
+        yield Reading("uvimg_queue_limit_jobs", (lane,), settings.queue_limit)
+        yield Reading("uvimg_jobs", (lane,), pool.given[lane])
+        yield Reading("uvimg_jobs_refused", (lane,), pool.refused[lane])
+    yield Reading("uvimg_job_timeouts", (), pool.timeouts)
+    yield Reading("uvimg_worker_restarts", ("died",), pool.died)
+    yield Reading("uvimg_worker_restarts", ("recycled",), pool.recycled)
+    yield Reading("uvimg_workers", ("idle",), pool.idle)
+    yield Reading("uvimg_workers", ("busy",), len(pool.pids) - pool.idle)
+    yield Reading("uvimg_workers_wanted", (), settings.workers)
+
+
+def _read_cache(cache: Cache[Any, Rendition], limit_bytes: int) -> Iterator[Reading]:
+    yield Reading("uvimg_cache_entries", (), len(cache))
+    yield Reading("uvimg_cache_bytes", (), cache.size_bytes)
+    yield Reading("uvimg_cache_limit_bytes", (), limit_bytes)
+
+
+def _read_store(store: Store) -> Iterator[Reading]:
+    measures = None
+    # What else there is to tell matters most when the store is down.
+    with contextlib.suppress(StoreDown):
+        measures = store.measure()
+    if measures is not None:
+        yield Reading("uvimg_store_blobs", (), measures.blobs)
+        yield Reading("uvimg_store_names", (), measures.names)
+        yield Reading("uvimg_store_database_bytes", (), measures.database_bytes)
+        yield Reading("uvimg_store_free_bytes", (), measures.free_bytes)
+
+
+# Settings, as each part sees them
+
+
+class _Unchanging:
+    """A store that is not near gives no answers that last until it changes."""
+
+    def version(self) -> int:
+        return 0
+
+
+def _check_formats(settings: Settings, ready: Ready) -> None:
+    """Ask libvips what it can do, never assume."""
+    missing = [format for format in settings.allowed_types if format not in ready.reads]
+    if missing:
+        raise CannotStart(f"allowed_types names {', '.join(missing)}, which libvips {ready.libvips} here cannot read")
+    if settings.format != "none" and settings.format not in ready.writes:
+        raise CannotStart(f"format is {settings.format}, which libvips {ready.libvips} here cannot write")
+
+
+def count_workers(settings: Settings) -> int:
+    return settings.workers or len(os.sched_getaffinity(0))
+
+
+def _pool_settings(settings: Settings) -> PoolSettings:
+    return PoolSettings(
+        workers=count_workers(settings),
+        queue_limit=settings.queue_limit,
+        timeout_s=settings.worker_timeout_s,
+        memory_bytes=settings.worker_memory,
+        jobs_per_worker=settings.worker_jobs,
+        sandbox=settings.sandbox,
+        formats=cast(tuple[Format, ...], settings.allowed_types),
+    )
+
+
+def _operations_settings(settings: Settings) -> OperationsSettings:
+    return OperationsSettings(
+        rule=None if settings.operations_listen else parse_rules(settings.admin_rule),
+        trusted_proxies=tuple(parse_network(proxy) for proxy in settings.trusted_proxies),
+    )
+
+
+def _images_settings(settings: Settings) -> ImagesSettings:
+    return ImagesSettings(
+        rules=Rules(
+            quality=settings.quality,
+            format=parse_output_format(settings.format),
+            background=config.parse_colour(settings.background),
+            zoom_up=not settings.disable_zoom_up,
+            max_side=settings.max_output_side,
+            max_pixels=settings.max_output_pixels,
+            max_frames=settings.max_output_frames,
+            webp_effort=settings.webp_effort,
+            avif_effort=settings.avif_effort,
+            gif_effort=settings.gif_effort,
+            png_compression=settings.png_compression,
+        ),
+        limits=Limits(
+            max_pixels=settings.max_pixels,
+            max_side=settings.max_side,
+            max_frames=settings.max_frames,
+            max_progressive_pixels=settings.max_progressive_pixels,
+        ),
+        formats=cast(tuple[Format, ...], settings.allowed_types),
+        max_bytes=settings.max_size,
+        save_new=int(settings.save_new),
+        disable_args=settings.disable_args,
+        upload_rule=parse_rules(settings.upload_rule),
+        download_rule=parse_rules(settings.download_rule),
+        admin_rule=parse_rules(settings.admin_rule),
+        trusted_proxies=tuple(parse_network(proxy) for proxy in settings.trusted_proxies),
+        image_headers=_fold_headers(settings.image_headers),
+        port=settings.port,
+        index_page=_read_page("index.html", settings.index_page),
+        admin_page=_read_page("admin.html", settings.admin_page),
+    )
+
+
+def _fold_headers(lines: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """Fields of equal name as one (RFC 9110 5.3), in the spelling of the first."""
+    folded: dict[str, tuple[str, str]] = {}
+    for name, value in map(config.parse_header, lines):
+        known = folded.get(name.lower())
+        folded[name.lower()] = (known[0], f"{known[1]}, {value}") if known else (name, value)
+    return tuple(folded.values())
+
+
+def _read_page(name: str, path: str) -> bytes:
+    if path:
+        return Path(path).read_bytes()
+    return resources.files("uvimg.web.page").joinpath(name).read_bytes()

@@ -1,0 +1,433 @@
+"""What stands between the loop's transport and aiohttp's handler of a connection, and is strict where aiohttp is not.
+
+Heads are read by core/http1.py, as for every front-end. aiohttp is then told of a request only what it needs to take
+its body and frame its answer; whoever answers takes the head itself from here (`take`). A head that is refused
+reaches aiohttp as a request too: so the refusal stands in its place, behind the answers to what came before it.
+Between them two objects would each see half of a connection: this one is aiohttp's transport and the transport's
+protocol.
+"""
+
+import asyncio
+import contextlib
+import math
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+from uvimg.core.errors import BadRequest, RequestTimeout, UvimgError
+from uvimg.core.http1 import (
+    HEAD_S,
+    LINGER_S,
+    WRITE_STALL_BYTES,
+    WRITE_STALL_S,
+    Chunks,
+    Head,
+    check_start,
+    parse_head,
+)
+from uvimg.web import name_peer
+from uvimg.web.drain import Drain
+
+# What may wait behind requests that are being answered, in bytes; and in requests that aiohttp has been told of.
+_MAX_AHEAD_BYTES = 131_072
+_MAX_AHEAD = 4
+# How late a deadline may be noticed.
+_WATCH_S = 0.25
+
+# All that aiohttp is told of a request without a body: whether its answer has one, and what becomes of the connection.
+_TOLD = {
+    (is_head, is_1_0, keep_alive): b"%b / HTTP/1.%d\r\nHost: x\r\nConnection: %b\r\n\r\n"
+    % (b"HEAD" if is_head else b"GET", 0 if is_1_0 else 1, b"keep-alive" if keep_alive else b"close")
+    for is_head in (False, True)
+    for is_1_0 in (False, True)
+    for keep_alive in (False, True)
+}
+
+
+class Gates:
+    """All connections of one front-end. `make_inner` makes aiohttp's handler of one."""
+
+    def __init__(self, make_inner: Callable[[], asyncio.Protocol], max_connections: int, drain: Drain) -> None:
+        self.make_inner, self.max_connections, self.drain = make_inner, max_connections, drain
+        self.open: set[Gate] = set()
+        self.loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._watching = asyncio.create_task(self._watch())
+
+    def forget(self, gate: "Gate") -> None:
+        self.open.discard(gate)
+        self._changed.set()
+
+    async def all_closed(self) -> None:
+        while self.open:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def close_idle(self) -> None:
+        for gate in list(self.open):
+            gate.close_idle()
+
+    async def close(self) -> None:
+        self._watching.cancel()
+        for gate in list(self.open):
+            gate.abort()
+        await asyncio.gather(self._watching, self.all_closed(), return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """End what is past its deadline. One look at all of them costs less than a timer for each step of each."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            now = self.loop.time()
+            for gate in [each for each in self.open if min(each.deadline, each.write_deadline) < now]:
+                gate.expire(now)
+
+
+class Gate(asyncio.Protocol, asyncio.Transport):
+    """One connection. Above: the loop calls it as a protocol. Below: aiohttp uses it as a transport."""
+
+    def __init__(self, gates: Gates) -> None:
+        super().__init__()
+        self._gates, self._loop = gates, gates.loop
+        self._outer: asyncio.Transport | None = None
+        self._inner: asyncio.Protocol | None = None
+        self.peer = ""
+        self._buffer = b""
+        # No head ends before this place of the buffer: it is not searched twice.
+        self._searched = 0
+        self._in_head = False
+        # What is still to come of a body: so many bytes, or chunks.
+        self._left = 0
+        self._chunks: Chunks | None = None
+        # Heads that nobody has taken, and how many requests are not answered to their end.
+        self._heads: deque[Head | UvimgError] = deque()
+        self._unanswered = 0
+        # Who reads a body, and why there will be no more of it.
+        self._reader: asyncio.StreamReader | Any = None
+        self._broken: UvimgError | None = None
+        # Somebody works for a client of whom nothing more is awaited.
+        self._working = False
+        # Nothing more is read as a request; the client has ended its side; we have ended ours.
+        self._last = self._ended = self._closing = False
+        self._dropped = 0
+        self._writable = True
+        self._untaken = 0
+        # The socket is read unless one of us has no room.
+        self._inner_full = self._full = self._paused = False
+        # Until when the client must have sent what is awaited, and until when taken what was written.
+        self.deadline = self.write_deadline = math.inf
+
+    # The protocol: what the loop's transport calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are no subclass of asyncio's.
+        outer = self._outer = cast(asyncio.Transport, transport)
+        self.peer = name_peer(transport)
+        if not self.peer or len(self._gates.open) >= self._gates.max_connections:
+            outer.abort()
+            return
+        with contextlib.suppress(OSError):
+            # As web/listen.py does for its own listeners, and says why; gunicorn brings others.
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 131_072)
+        self._gates.open.add(self)
+        self._inner = self._gates.make_inner()
+        self._inner.connection_made(self)
+        # Not 0, which TLS takes for a buffer that is above its mark while it is empty; and not earlier, for with bytes
+        # of the handshake in it writing is paused in this call.
+        outer.set_write_buffer_limits(high=1)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._outer = None
+        self._last = self._closing = True
+        self._buffer = b""
+        self.deadline = self.write_deadline = math.inf
+        self._break_body(BadRequest("The body ended before its declared length."))
+        inner, self._inner = self._inner, None
+        if inner is not None:
+            inner.connection_lost(exc)
+        self._gates.forget(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._last and not self._left and self._chunks is None:
+            # Read away, so that closing does not take the last answer back; but not without end before it is written.
+            self._dropped += len(data)
+            if self._dropped > _MAX_AHEAD_BYTES and not self._closing:
+                self._full = True
+                self._regulate()
+            return
+        if self._buffer:
+            data = self._buffer + data
+        elif (
+            # Nearly always it is one whole head and nothing else.
+            len(data) > 4
+            and data.find(b"\r\n\r\n") == len(data) - 4
+            and not self._left
+            and self._chunks is None
+            and len(self._heads) < _MAX_AHEAD
+        ):
+            try:
+                self._pass_head(parse_head(data))
+            except UvimgError as exc:
+                self._refuse(exc)
+            return
+        self._buffer = data
+        self._advance()
+
+    def eof_received(self) -> bool:
+        self._ended = self._last = True
+        self._buffer = b""
+        self.deadline = math.inf
+        if self._closing:
+            return False
+        if self._left or self._chunks is not None:
+            # It waits to hear what became of a body that ended too soon.
+            self._break_body(BadRequest("The body ended before its declared length."))
+            return True
+        # Whether it has gone or only ended its side cannot be told apart: nobody works for it any more, but what is
+        # at hand is still written.
+        return bool(self._unanswered) and not self._working
+
+    def pause_writing(self) -> None:
+        assert self._outer is not None
+        self._writable = False
+        self._untaken = self._outer.get_write_buffer_size()
+        self.write_deadline = self._loop.time() + WRITE_STALL_S
+        if self._inner is not None:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._writable = True
+        self.write_deadline = math.inf
+        if self._closing:
+            self._loop.call_soon(self._end_writing)
+        if self._inner is not None:
+            self._inner.resume_writing()
+
+    # The transport: what aiohttp calls
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._outer is not None:
+            self._outer.write(data)
+
+    def writelines(self, pieces: Any) -> None:
+        if self._outer is not None:
+            self._outer.writelines(pieces)
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default if self._outer is None else self._outer.get_extra_info(name, default)
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def pause_reading(self) -> None:
+        self._inner_full = True
+        self._regulate()
+
+    def resume_reading(self) -> None:
+        self._inner_full = False
+        self._regulate()
+
+    def close(self) -> None:
+        """No more is answered. The client may read its last answer: closing with bytes unread would take it back."""
+        if self._closing:
+            return
+        self._last = self._closing = True
+        self._forget_incoming()
+        if self._outer is None:
+            return
+        if self._ended or not self._outer.can_write_eof():
+            self._outer.close()
+            return
+        self._regulate()
+        # Not in this call, which may be asyncio's own writing: it would end the socket a second time.
+        self._loop.call_soon(self._end_writing)
+
+    def abort(self) -> None:
+        if self._outer is not None:
+            self._outer.abort()
+
+    # What whoever answers calls
+
+    def take(self) -> Head | UvimgError:
+        """The next request's head, or why it is none."""
+        head = self._heads.popleft()
+        if self._buffer:
+            self._advance()
+        return head
+
+    @property
+    def has_more(self) -> bool:
+        """Whether aiohttp has been told of requests behind the one that was taken."""
+        return bool(self._heads)
+
+    def read_by(self, reader: Any) -> None:
+        """Somebody begins to read a body; raises why there is none."""
+        self._reader = reader
+        if self._broken is not None:
+            raise self._broken
+
+    def work(self) -> None:
+        """Work begins for a client of whom nothing more is awaited: only while it is there."""
+        self._working = True
+        if self._ended:
+            self.abort()
+
+    def answered(self) -> None:
+        """An answer has been written, or is written in the call in which this is said."""
+        self._unanswered -= 1
+        self._working = False
+        self._reader = None
+        if not self._unanswered and (self._ended or (self._gates.drain.is_over and not self._in_head)):
+            # Behind the call that aiohttp writes it in.
+            self._loop.call_soon(self.close)
+
+    # Ends
+
+    def close_idle(self) -> None:
+        """Unless a request is in flight; a head that has begun is one."""
+        if self._outer is not None and not (self._closing or self._unanswered or self._in_head):
+            self._last = self._closing = True
+            self._outer.close()
+
+    def expire(self, now: float) -> None:
+        """A deadline has passed: of a write, of a head or of lingering."""
+        if self.write_deadline < now and self._outer is not None:
+            untaken = self._outer.get_write_buffer_size()
+            if untaken > self._untaken - WRITE_STALL_BYTES:
+                self.abort()
+            self._untaken, self.write_deadline = untaken, now + WRITE_STALL_S
+            return
+        self.deadline = math.inf
+        if self._closing:
+            self.abort()
+        else:
+            self._refuse(RequestTimeout("The head of the request arrived too slowly."))
+
+    def _end_writing(self) -> None:
+        """Once all is written; before that, asyncio would end a socket that its client may have reset by then."""
+        if self._outer is not None and not self._outer.is_closing() and self._writable:
+            self.deadline = self._loop.time() + LINGER_S
+            with contextlib.suppress(OSError):
+                self._outer.write_eof()
+
+    # Requests
+
+    def _advance(self) -> None:
+        """Hand on what has come, as far as there is a place for it."""
+        data, at = self._buffer, 0
+        while at < len(data):
+            if self._left or self._chunks is not None:
+                at = self._pass_body(data, at)
+                continue
+            if self._last or len(self._heads) >= _MAX_AHEAD:
+                break
+            end = data.find(b"\r\n\r\n", at or self._searched) + 4
+            if end < 4:
+                break
+            try:
+                head = parse_head(data[at:end])
+            except UvimgError as exc:
+                self._refuse(exc)
+                return
+            at = end
+            self._searched, self._in_head, self.deadline = 0, False, math.inf
+            self._pass_head(head)
+        if self._last:
+            self._buffer = b""
+        elif at:
+            self._buffer = data[at:]
+        if self._buffer and len(self._heads) < _MAX_AHEAD:
+            self._await_head()
+        full = len(self._buffer) > _MAX_AHEAD_BYTES
+        if full != self._full:
+            self._full = full
+            self._regulate()
+
+    def _await_head(self) -> None:
+        try:
+            check_start(self._buffer)
+        except UvimgError as exc:
+            self._refuse(exc)
+            return
+        # The end may have come in part.
+        self._searched = max(0, len(self._buffer) - 3)
+        if not self._in_head:
+            self._in_head = True
+            self.deadline = self._loop.time() + HEAD_S
+
+    def _pass_head(self, head: Head) -> None:
+        self._last = self._last or not head.keep_alive
+        self._heads.append(head)
+        self._unanswered += 1
+        if not head.has_body:
+            self._tell(_TOLD[head.method == "HEAD", head.is_1_0, head.keep_alive])
+            return
+        if head.length is None:
+            self._chunks = Chunks()
+            framing = "Transfer-Encoding: chunked"
+        else:
+            self._left = head.length
+            framing = f"Content-Length: {head.length}"
+        method = "HEAD" if head.method == "HEAD" else "POST"
+        connection = "keep-alive" if head.keep_alive else "close"
+        version = 0 if head.is_1_0 else 1
+        told = f"{method} / HTTP/1.{version}\r\nHost: x\r\nConnection: {connection}\r\n{framing}\r\n\r\n"
+        self._tell(told.encode())
+
+    def _pass_body(self, data: bytes, at: int) -> int:
+        """Hand on what of a body begins at this place; where it ends."""
+        if self._chunks is None:
+            piece = data[at : at + self._left] if at or self._left < len(data) else data
+            self._left -= len(piece)
+            self._tell(piece)
+            return at + len(piece)
+        try:
+            piece = self._chunks.feed(data[at:])
+        except UvimgError as exc:
+            self._break_body(exc)
+            return len(data)
+        # aiohttp is told the data alone, in chunks of ours: no extensions, no trailers.
+        if piece:
+            self._tell(b"%x\r\n%b\r\n" % (len(piece), piece))
+        rest = self._chunks.rest
+        if rest is None:
+            return len(data)
+        self._chunks = None
+        self._tell(b"0\r\n\r\n")
+        return len(data) - len(rest)
+
+    def _break_body(self, error: UvimgError) -> None:
+        """No more of the body can come; its answer is the last."""
+        if not self._left and self._chunks is None:
+            return
+        self._forget_incoming()
+        self._last, self._broken = True, error
+        if self._reader is not None:
+            self._reader.set_exception(error)
+
+    def _refuse(self, error: UvimgError) -> None:
+        """Have it said why a head is none; nothing behind it can be told apart."""
+        self._last = True
+        self._forget_incoming()
+        self._heads.append(error)
+        self._unanswered += 1
+        self._tell(_TOLD[False, False, False])
+
+    def _forget_incoming(self) -> None:
+        self._buffer, self._left, self._chunks = b"", 0, None
+        self._inner_full = self._full = False
+        self.deadline = math.inf
+
+    def _tell(self, data: bytes) -> None:
+        if self._inner is not None:
+            self._inner.data_received(data)
+
+    def _regulate(self) -> None:
+        """Read the socket only where there is a place for what comes."""
+        wanted = (self._inner_full or self._full) and not self._closing
+        if wanted != self._paused and self._outer is not None and not self._outer.is_closing():
+            self._paused = wanted
+            if wanted:
+                self._outer.pause_reading()
+            else:
+                self._outer.resume_reading()

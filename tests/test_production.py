@@ -1,0 +1,199 @@
+"""What runs in production: nginx in front, systemd's units, and the scripts that the Dockerfile runs."""
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+from tests.conftest import Server, decode, make_photo
+from tests.test_wire import wait_until
+from uvimg.config import Settings
+
+ROOT = Path(__file__).parent.parent
+
+
+def find_program(name: str) -> str:
+    found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    if found is None:
+        if os.environ.get("CI"):
+            pytest.fail(f"CI must have {name}")
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+# nginx
+
+
+@pytest.fixture
+def proxied(tmp_path: Path) -> Iterator[tuple[str, Server]]:
+    """conf/nginx.conf as it is but for its port and the socket's path, in front of a uvimg started as it says."""
+    nginx = find_program("nginx")
+    text = (ROOT / "conf/nginx.conf").read_text()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for before, after in (
+        ("listen 80;", f"listen 127.0.0.1:{port};"),
+        ("    server unix:/run/uvimg/uvimg.sock;", f"    server unix:{tmp_path}/uvimg.sock;"),
+    ):
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    (tmp_path / "uvimg.conf").write_text(text)
+    temporary = "\n".join(f"{kind}_temp_path {tmp_path}/{kind};" for kind in ("client_body", "proxy", "fastcgi"))
+    (tmp_path / "nginx.conf").write_text(
+        f"daemon off; pid {tmp_path}/pid; error_log {tmp_path}/error.log; events {{}}\n"
+        # The folder is the test's alone, and root's workers would be somebody else.
+        + ("user root;\n" if os.getuid() == 0 else "")
+        + f"http {{ access_log off; {temporary} uwsgi_temp_path {tmp_path}/u; scgi_temp_path {tmp_path}/s;\n"
+        f"include {tmp_path}/uvimg.conf; }}\n"
+    )
+    server = Server(
+        tmp_path,
+        front_end="transport",
+        listen=f"unix:{tmp_path}/uvimg.sock",
+        trusted_proxies="127.0.0.1",
+        upload_rule="deny 127.0.0.9; allow all",
+        admin_rule="allow 127.0.0.2",
+        workers=1,
+    )
+    proxy = subprocess.Popen([nginx, "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")])
+    try:
+        wait_until(lambda: _is_open(port))
+        yield f"http://127.0.0.1:{port}", server
+        assert not [line for line in (tmp_path / "error.log").read_text().splitlines() if "too large" not in line]
+    finally:
+        proxy.terminate()
+        proxy.wait(20)
+        server.kill()
+
+
+def _is_open(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
+
+
+class _From(requests.adapters.HTTPAdapter):
+    """Connections from an address of this machine's own choice: all of 127.0.0.0/8 is there."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        super().__init__()
+
+    def init_poolmanager(self, *arguments: object, **options: object) -> None:
+        super().init_poolmanager(*arguments, source_address=(self._address, 0), **options)
+
+
+def client(address: str) -> requests.Session:
+    session = requests.Session()
+    session.trust_env = False
+    session.mount("http://", _From(address))
+    return session
+
+
+def test_through_nginx_all_is_as_without_it(proxied: tuple[str, Server]) -> None:
+    url, server = proxied
+    photo = make_photo(950, 300, 200) + bytes(20_000_000)
+    md5 = hashlib.md5(photo).hexdigest()
+    someone, denied, admin = map(client, ("127.0.0.3", "127.0.0.9", "127.0.0.2"))
+    assert someone.post(f"{url}/images", data=photo).status_code == 201
+    assert someone.get(f"{url}/{md5}?p=0").content == photo
+    assert decode(someone.get(f"{url}/{md5}?w=40").content).width == 40
+    # The rules see who it is, whatever is claimed on the way.
+    for claim in ({}, {"X-Forwarded-For": "127.0.0.2"}, {"Forwarded": "for=127.0.0.2"}):
+        assert denied.post(f"{url}/images", data=make_photo(951), headers=claim).status_code == 403
+        assert someone.get(f"{url}/admin", headers=claim).status_code == 403
+        assert someone.delete(f"{url}/images/{md5}", headers=claim).status_code == 403
+    assert admin.get(f"{url}/admin").status_code == 200
+    assert " 127.0.0.1 GET /admin 200 " in server.log
+    # Refused by nginx before it is sent.
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as large:
+        large.sendall(b"POST /images HTTP/1.1\r\nHost: x\r\nContent-Length: 104857601\r\n\r\n")
+        assert large.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_nginx_lets_through_what_uvimg_takes() -> None:
+    found = re.search(r"client_max_body_size (\d+)m;", (ROOT / "conf/nginx.conf").read_text())
+    assert found is not None
+    assert int(found[1]) << 20 == Settings().max_size
+
+
+# systemd
+
+
+def test_the_units_are_sound_and_leave_little_open(tmp_path: Path) -> None:
+    analyze = find_program("systemd-analyze")
+    unit = (ROOT / "conf/uvimg.service").read_text()
+    command = re.search(r"^ExecStart=(\S+)", unit, re.MULTILINE)
+    assert command is not None
+    # Its folder need not be here, and what is to be run is looked for.
+    (tmp_path / "uvimg.service").write_text(unit.replace(command[1], "/bin/true"))
+    shutil.copy(ROOT / "conf/uvimg.socket", tmp_path)
+    units = [tmp_path / "uvimg.service", tmp_path / "uvimg.socket"]
+    verified = subprocess.run([analyze, "verify", *units], capture_output=True, text=True, check=False)
+    about_ours = [line for line in verified.stderr.splitlines() if "uvimg" in line]
+    assert (verified.returncode, about_ours) == (0, [])
+    judged = subprocess.run(
+        [analyze, "security", "--offline=true", "--threshold=20", units[0]], capture_output=True, text=True, check=False
+    )
+    assert judged.returncode == 0, judged.stdout
+
+
+def test_the_unit_waits_longer_than_a_stop_may_take() -> None:
+    found = re.search(r"^TimeoutStopSec=(\d+)", (ROOT / "conf/uvimg.service").read_text(), re.MULTILINE)
+    assert found is not None
+    assert int(found[1]) > Settings().grace_s + Settings().drain_delay_s + 5
+
+
+def test_the_unit_starts_what_the_command_line_takes() -> None:
+    found = re.search(r"^ExecStart=\S+ serve (.*)", (ROOT / "conf/uvimg.service").read_text(), re.MULTILINE)
+    assert found is not None
+    flags = found[1].replace("/etc/uvimg.toml", str(ROOT / "conf/uvimg.toml")).split()
+    shown = subprocess.run(
+        [sys.executable, "-m", "uvimg", "config", *flags], capture_output=True, text=True, check=True
+    ).stdout
+    assert "\nprocesses = 2\n" in shown
+
+
+# The Dockerfile
+
+
+def test_the_dockerfile_copies_what_exists_and_runs_as_nobody_special() -> None:
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    steps = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+    for step in steps:
+        if step[0] == "COPY" and not step[1].startswith("--from"):
+            for source in step[1:-1]:
+                assert (ROOT / source).exists(), source
+        if step[0] == "FROM":
+            assert re.fullmatch(r"python:3\.\d+-slim-\w+", step[1])
+    names = [step[0] for step in steps]
+    # Nothing is installed by the user that serves, and it is not root.
+    assert steps[names.index("USER")][1] == "uvimg"
+    assert "RUN" not in names[names.index("USER") :]
+    for variable in re.findall(r"UVIMG_(\w+)=", text):
+        assert hasattr(Settings(), variable.lower())
+    assert f"EXPOSE {Settings().port}\n" in text
+
+
+def test_the_healthcheck_is_well_only_with_a_service_that_is(server: Server) -> None:
+    def check(url: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, ROOT / "scripts/healthcheck", url]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert check(f"{server.url}/echo").returncode == 0
+    ill = check(f"{server.url}/images/{'0' * 64}")
+    assert (ill.returncode, ill.stderr.count("\n")) == (1, 1)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        gone = check(f"http://127.0.0.1:{closed.getsockname()[1]}/echo")
+    assert (gone.returncode, gone.stderr.count("\n")) == (1, 1)
