@@ -289,7 +289,9 @@ def main() -> int:
         folder = Path(name)
         wire = Wire(folder, (chosen.front_end, chosen.loop), {})
         stack.callback(wire.kill)
-        server = Server(folder, front_end=chosen.front_end, loop=chosen.loop, access_log=False)
+        # With so little to remember, what grows is a leak.
+        little = {"memo_size": "1MiB", "cache_size": "1MiB"}
+        server = Server(folder, front_end=chosen.front_end, loop=chosen.loop, access_log=False, **little)
         stack.callback(server.kill)
         targets = [WireTarget(wire), ImagesTarget(server)]
         attack = Attack(targets, chosen.seed, waits=chosen.front_end == "aiohttp")
