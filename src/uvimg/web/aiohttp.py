@@ -174,7 +174,8 @@ class AiohttpFrontEnd:
         else:
             pieces = _read_body(incoming, head, gate) if head.has_body else _NOTHING
             request = _make_request(head, gate.peer, pieces, head.path, "")
-            repeats = not head.has_body and len(data) <= LONGEST_HEAD_BYTES
+            # To HTTP/1.0 aiohttp writes another status line than we do.
+            repeats = not (head.has_body or head.is_1_0) and len(data) <= LONGEST_HEAD_BYTES
             version = self._memo.begin(data) if repeats else None
             tried = self._service.try_now(request)
             if tried is not None:
@@ -204,7 +205,7 @@ class AiohttpFrontEnd:
         if version is None or isinstance(body, FilePart):
             return
         date = http_date(int(time.time()))
-        start = encode_head(response, date, keep_alive=head.keep_alive, is_1_0=head.is_1_0)
+        start = encode_head(response, date, keep_alive=head.keep_alive)
         self._memo.keep(data, version, start + body, not head.keep_alive, request, response)
 
 

@@ -204,6 +204,8 @@ class Gate(asyncio.Protocol, asyncio.Transport):
         self._writable = False
         self._untaken = self._outer.get_write_buffer_size()
         self.write_deadline = self._loop.time() + WRITE_STALL_S
+        if not self._in_head:
+            self.deadline = math.inf
         if self._inner is not None:
             self._inner.pause_writing()
 
@@ -212,6 +214,7 @@ class Gate(asyncio.Protocol, asyncio.Transport):
         self.write_deadline = math.inf
         if self._closing:
             self._loop.call_soon(self._end_writing)
+        self.rest(self._loop.time())
         if self._inner is not None:
             self._inner.resume_writing()
 
