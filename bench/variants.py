@@ -85,7 +85,7 @@ class Variant:
 
 
 # Whether `uvimg serve` has --processes. Until then two processes share a store, but not a port.
-_HAS_PROCESSES = False
+_HAS_PROCESSES = True
 
 
 def _uvimg(front_end: str, loop: str = "uvloop") -> Variant:

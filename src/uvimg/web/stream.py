@@ -18,10 +18,15 @@ _MAX_AHEAD_BYTES = 131_072
 
 
 class Stream:
-    """One connection. Reads and writes raise OSError when it breaks."""
+    """One connection. Reads and writes raise OSError when it breaks.
+
+    `shortcut` is asked about what comes while nothing waits to be read, in the call in which it comes: whether it is
+    done with. To wake a coroutine for it takes as long as to answer.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
+        self.shortcut: Callable[[bytes], bool] | None = None
         self._socket = connection
         self._loop = asyncio.get_running_loop()
         self._buffer = b""
@@ -134,7 +139,9 @@ class Stream:
     def _take(self) -> None:
         """The socket has something to be read."""
         try:
-            data, self._ended = self._receive()
+            data = self._receive()
+            if self.shortcut is not None and not (self._ended or self._buffer) and self.shortcut(data):
+                return
         except BlockingIOError:
             return
         except OSError as exc:
@@ -148,10 +155,12 @@ class Stream:
                 future.set_result(None)
         self._waiting.clear()
 
-    def _receive(self) -> tuple[bytes, bool]:
-        """What has come, and whether it was the last."""
+    def _receive(self) -> bytes:
+        """What has come. Sees the end too."""
         data = self._socket.recv(_PIECE_BYTES)
-        return data, not data
+        if not data:
+            self._ended = True
+        return data
 
 
 class TlsStream(Stream):
@@ -200,15 +209,16 @@ class TlsStream(Stream):
         self._send()
         super().end()
 
-    def _receive(self) -> tuple[bytes, bool]:
-        data, ended = super()._receive()
+    def _receive(self) -> bytes:
+        data = super()._receive()
         try:
             plain = self._tls.receive(data)
         finally:
             # Also what tells the peer why it was refused.
             self._unsent += self._tls.take()
             self._send()
-        return plain, ended or self._tls.ended
+        self._ended = self._ended or self._tls.ended
+        return plain
 
     def _send(self) -> None:
         """As much as there is room for. Not into a record that is on its way."""

@@ -97,7 +97,10 @@ class StreamsFrontEnd:
             await asyncio.sleep(_WATCH_S)
             now = loop.time()
             for task, conversation in self._talking.items():
-                if conversation.deadline < now:
+                repeated, conversation.repeated = conversation.repeated, False
+                if repeated and conversation.idle:
+                    conversation.deadline = now + self._settings.keepalive_s
+                elif conversation.deadline < now:
                     conversation.expire(task)
 
     def _hear(self, listener: socket.socket) -> None:
@@ -151,6 +154,10 @@ class _Conversation:
     ) -> None:
         self._service, self._stream, self._peer, self._keepalive_s = service, stream, peer, keepalive_s
         self._drain, self._memo = drain, memo
+        # Of an answer that has begun in the call in which its request came.
+        self._unsent = b""
+        # Since a watcher last looked, there was such an answer: it is idle from then on.
+        self.repeated = False
         self.idle = True
         # Whether the answer at hand is the last one on this connection.
         self._last = False
@@ -188,6 +195,7 @@ class _Conversation:
             with contextlib.suppress(OSError, EOFError, TimeoutError):
                 with self.within(HANDSHAKE_S):
                     await stream.open()
+                stream.shortcut = self._repeat
                 while not (self._last or self._drain.is_over):
                     data = await self._read_head(stream)
                     if data is not None:
@@ -220,7 +228,20 @@ class _Conversation:
         self._last = True
         await self._send(stream, self._service.refuse_head(error), None)
 
+    def _repeat(self, data: bytes) -> bool:
+        """Answer what came before, to the byte, while idle. What it cannot finish at once is left to `_answer`."""
+        if not self.idle or (known := self._memo.recall(data, self._peer)) is None:
+            return False
+        self.repeated, self._last = True, known.last
+        sent = 0 if known.last else self._stream.write_now(known.whole)
+        self._unsent = known.whole[sent:]
+        return not self._unsent
+
     async def _answer(self, stream: Stream, data: bytes) -> None:
+        if self._unsent:
+            unsent, self._unsent = self._unsent, b""
+            await self._write(stream, unsent)
+            return
         if (known := self._memo.recall(data, self._peer)) is not None:
             self._last = known.last
             await self._write(stream, known.whole)
