@@ -359,8 +359,8 @@ def _start_wrk(
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
         script.write(write_script(ask, variety, length))
         script.flush()
-        # It is stopped by SIGINT: its own -d knows whole seconds only.
-        command = ["wrk", f"-t{threads}", f"-c{connections}", "-d1h", f"--timeout={_TIMEOUT_S}s", "-s", script.name]
+        # It is stopped by SIGINT: its own -d knows whole seconds only, and is for the case that we are killed.
+        command = ["wrk", f"-t{threads}", f"-c{connections}", "-d15m", f"--timeout={_TIMEOUT_S}s", "-s", script.name]
         for name, value in ask.fields:
             command += ["-H", f"{name}: {value}"]
         with _start([*command, f"http://{address[0]}:{address[1]}{ask.path}"], cores) as process:

@@ -4,7 +4,9 @@ Whatever uvimg has a setting for is set there (environment, UVIMG_CONFIG) and on
 """
 
 import os
+import shutil
 import sys
+import tempfile
 
 from uvimg.config import ConfigError, load
 from uvimg.core.place import Tcp, parse_place
@@ -45,6 +47,17 @@ accesslog = None
 errorlog = "-"
 # Another way in that nobody needs: signals do all of it.
 control_socket_disable = True
+
+
+def on_starting(server):
+    """In the master, before it has workers: a folder through which any of them tells the metrics of all."""
+    if not _settings.metrics_dir:
+        server.uvimg_metrics_dir = os.environ["UVIMG_METRICS_DIR"] = tempfile.mkdtemp(prefix="uvimg-metrics-")
+
+
+def on_exit(server):
+    """In the master, when its workers have ended."""
+    shutil.rmtree(getattr(server, "uvimg_metrics_dir", ""), ignore_errors=True)
 
 
 def post_fork(server, worker):

@@ -97,7 +97,7 @@ def decode(data: bytes) -> Any:
 
 
 # A module that says EVERY_FRONT_END = True has each of its tests run against all of these.
-FRONT_ENDS = [("aiohttp", "uvloop"), ("streams", "uvloop"), ("transport", "uvloop"), ("transport", "asyncio")]
+FRONT_ENDS = [("transport", "uvloop"), ("transport", "asyncio"), ("streams", "uvloop"), ("aiohttp", "uvloop")]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

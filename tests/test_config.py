@@ -150,7 +150,7 @@ def test_an_unknown_variable_of_ours_is_an_error_and_others_are_not() -> None:
         (["serve", "--operations-listen", "localhost"], 2, "operations_listen = ['localhost']"),
         (["serve", "--store", "memory:", "--port=0", "--operations-listen=192.0.2.1:1"], 1, "listen on 192.0.2.1:1"),
         (["serve", "--store", "memory:", "--port=0", "--metrics-dir=/proc/nothing"], 1, "metrics_dir cannot be used"),
-        (["serve", "--port", "0", "--processes", "2", "--store", "local:/proc/nothing"], 1, "cannot be opened"),
+        (["serve", "--port", "0", "--processes", "1", "--store", "local:/proc/nothing"], 1, "cannot be opened"),
         (["serve", "--processes", "2", "--store", "memory:"], 2, "a memory: store of its own"),
         (["serve", "--processes", "2", "--host", "192.0.2.1"], 1, "cannot listen on 192.0.2.1:4869"),
         (["scrub", "--store", "local:/proc/nothing"], 1, "There is no store in /proc/nothing"),

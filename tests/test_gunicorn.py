@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import make_photo
-from tests.test_wire import get, receive_all, statuses, wait_until
+from tests.test_wire import get, last, receive_all, statuses, wait_until
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,6 +28,7 @@ class Gunicorn:
         self._log = folder / "log"
         settings = {"port": 0, "store": f"local:{folder / 'data'}", "workers": 3, **settings}
         environment = {name: value for name, value in os.environ.items() if not name.startswith("UVIMG_")}
+        environment["TMPDIR"] = str(folder)
         environment |= {f"UVIMG_{name.upper()}": str(value) for name, value in settings.items()}
         command = [sys.executable, "-m", "gunicorn", "-c", str(ROOT / "conf/gunicorn.py"), "-w", "2", *arguments]
         with self._log.open("ab") as log:
@@ -132,12 +133,20 @@ class Client(threading.Thread):
 
 
 def test_a_reload_and_an_end_under_load_fail_no_request_and_leave_nobody_behind(
-    start: Callable[..., Gunicorn],
+    start: Callable[..., Gunicorn], tmp_path: Path
 ) -> None:
     gunicorn = start()
     gunicorn.wait_until_ready()
     # Three image workers for two.
     assert gunicorn.image_workers() == [1, 2]
+
+    def tell_metrics() -> str:
+        with gunicorn.connect() as connection:
+            connection.sendall(last("/metrics").replace(b"Host: x", b"Host: localhost"))
+            return receive_all(connection).decode()
+
+    # Whichever of them answers.
+    wait_until(lambda: all('uvimg_processes{state="serving"} 2.0' in tell_metrics() for _ in range(4)))
     stopping = threading.Event()
     clients = [Client(gunicorn.port, number, stopping) for number in range(6)]
     for client in clients:
@@ -158,6 +167,7 @@ def test_a_reload_and_an_end_under_load_fail_no_request_and_leave_nobody_behind(
         client.join(20)
     assert [client.failures for client in clients] == [[]] * 6
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in seen))
+    assert not list(tmp_path.glob("uvimg-metrics-*"))
     # What gunicorn says at the end of a socket that is closed already is no failure.
     odd = [line for line in gunicorn.log.splitlines() if " INFO " not in line and "[INFO]" not in line]
     assert [line for line in odd if not re.search(r" (GET|POST) /\S* 20[01] ", line)] == []

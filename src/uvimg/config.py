@@ -188,7 +188,7 @@ class Settings:
         check=check_places,
         repeated=True,
     )
-    front_end: Literal["aiohttp", "streams", "transport"] = _setting("aiohttp", _SERVER, "What speaks HTTP.")
+    front_end: Literal["transport", "streams", "aiohttp"] = _setting("transport", _SERVER, "What speaks HTTP.")
     loop: Literal["uvloop", "asyncio"] = _setting("uvloop", _SERVER, "The event loop it runs on.")
     max_connections: int = _setting(20_000, _SERVER, "Connections at a time; more are closed.", low=1)
     backlog: int = _setting(
