@@ -1,13 +1,15 @@
 """What is given again to an equal request, and when it is not."""
 
 import time
+from typing import Any
 
 import pytest
 
 from tests.conftest import Server, make_photo
+from uvimg.core.http1 import parse_head
 from uvimg.core.message import Request, Response
 from uvimg.service import Service
-from uvimg.web.memo import Memo
+from uvimg.web.memo import Known, Memo, Watch
 
 EVERY_FRONT_END = True
 
@@ -37,50 +39,104 @@ def memo(app: Changing) -> Memo:
     return Memo(Service(app, None, lambda: app.version), 100_000)
 
 
-REQUEST = Request("GET", "/", "/", "", {}, "127.0.0.1", 0, None)  # type: ignore[arg-type]
 ANSWER = b"HTTP/1.1 200 OK\r\nDate: Thu, 01 Jan 1970 00:00:00 GMT\r\nContent-Length: %d\r\n\r\n%s"
 
 
-def keep(memo: Memo, key: bytes, body: bytes = b"x", **response: str) -> None:
-    memo.begin(key)
-    version = memo.begin(key)
-    assert version is not None
+def spell(target: str, fields: str = "") -> bytes:
+    return f"GET {target} HTTP/1.1\r\nHost: x\r\n{fields}\r\n".encode()
+
+
+def ask(memo: Memo, target: str, fields: str = "") -> Known | None:
+    """What a front-end does with a head that it is sent."""
+    data = spell(target, fields)
+    return memo.recall(data, "") or memo.recall_like(parse_head(data), data, "")
+
+
+def begin(memo: Memo, target: str, fields: str = "") -> Watch | None:
+    return memo.begin(parse_head(spell(target, fields)))
+
+
+def keep(
+    memo: Memo, target: str, fields: str = "", body: bytes = b"x", heeds: tuple[str, ...] = (), **response: Any
+) -> None:
+    begin(memo, target)
+    watch = begin(memo, target, fields)
+    assert watch is not None
+    for name in heeds:
+        watch.headers.get(name)
     response = {"lasts": "while the store is unchanged", **response}
-    memo.keep(key, version, ANSWER % (len(body), body), False, REQUEST, Response(200, {}, body, **response))  # type: ignore[arg-type]
+    request = Request("GET", target, target, "", watch.headers, "127.0.0.1", 0, None)  # type: ignore[arg-type]
+    memo.keep(watch, ANSWER % (len(body), body), False, request, Response(200, {}, body, **response))
 
 
 def test_what_came_once_is_not_kept(memo: Memo) -> None:
-    assert memo.begin(b"a") is None
-    assert memo.begin(b"b") is None
-    assert memo.begin(b"a") == 1
+    assert begin(memo, "/a") is None
+    assert begin(memo, "/b") is None
+    assert begin(memo, "/a") is not None
 
 
 def test_an_answer_is_known_until_the_store_changes(memo: Memo, app: Changing) -> None:
-    keep(memo, b"a")
-    keep(memo, b"b", lasts="always")
-    assert memo.recall(b"a", "") is not None
+    keep(memo, "/a")
+    keep(memo, "/b", lasts="always")
+    for _ in range(3):
+        assert ask(memo, "/a") is not None
     app.version = 2
-    assert memo.recall(b"a", "") is None
-    assert memo.recall(b"b", "") is not None
+    assert ask(memo, "/a") is None
+    assert ask(memo, "/b") is not None
 
 
 def test_an_answer_looked_up_before_a_change_is_not_taken_for_one_behind_it(memo: Memo, app: Changing) -> None:
-    memo.begin(b"a")
-    before = memo.begin(b"a")
+    begin(memo, "/a")
+    before = begin(memo, "/a")
     assert before is not None
     app.version = 2
-    memo.keep(b"a", before, ANSWER % (1, b"x"), False, REQUEST, Response(200, lasts="while the store is unchanged"))
-    assert memo.recall(b"a", "") is None
+    request = Request("GET", "/a", "/a", "", {}, "127.0.0.1", 0, None)  # type: ignore[arg-type]
+    memo.keep(before, ANSWER % (1, b"x"), False, request, Response(200, lasts="while the store is unchanged"))
+    assert ask(memo, "/a") is None
 
 
 def test_an_answer_that_does_not_last_is_not_kept(memo: Memo) -> None:
-    keep(memo, b"a", lasts="not")
-    assert memo.recall(b"a", "") is None
+    keep(memo, "/a", lasts="not")
+    assert ask(memo, "/a") is None
+
+
+def test_only_fields_that_were_asked_for_tell_answers_apart(memo: Memo) -> None:
+    keep(memo, "/a", "Range: bytes=0-1\r\nCookie: 1\r\n", b"part", heeds=("range",))
+    keep(memo, "/a", "Cookie: 2\r\n", b"whole", heeds=("range",))
+    for cookie in range(5):
+        part = ask(memo, "/a", f"Cookie: {cookie}\r\nRange: bytes=0-1\r\n")
+        whole = ask(memo, "/a", f"Cookie: {cookie}\r\n")
+        assert part is not None
+        assert part.whole.endswith(b"part")
+        assert whole is not None
+        assert whole.whole.endswith(b"whole")
+    assert ask(memo, "/a", "Range: bytes=0-2\r\n") is None
+
+
+def test_a_field_that_mattered_once_matters_from_then_on(memo: Memo) -> None:
+    keep(memo, "/a", body=b"first")
+    keep(memo, "/a", "If-Match: x\r\nIf-Range: y\r\n", b"second", heeds=("if-match", "if-range"))
+    # What the first was made from is not known to be all that matters any more.
+    assert ask(memo, "/a") is None
+    found = ask(memo, "/a", "If-Match: x\r\nIf-Range: y\r\n")
+    assert found is not None
+    assert found.whole.endswith(b"second")
+    assert ask(memo, "/a", "If-Match: x\r\n") is None
+
+
+def test_an_answer_made_from_all_fields_is_not_kept(memo: Memo) -> None:
+    begin(memo, "/a")
+    watch = begin(memo, "/a")
+    assert watch is not None
+    assert dict(watch.headers) == {"host": "x"}
+    request = Request("GET", "/a", "/a", "", watch.headers, "127.0.0.1", 0, None)  # type: ignore[arg-type]
+    memo.keep(watch, ANSWER % (1, b"x"), False, request, Response(200, lasts="always"))
+    assert ask(memo, "/a") is None
 
 
 def test_the_date_is_today_s(memo: Memo) -> None:
-    keep(memo, b"a", b"Date: never")
-    known = memo.recall(b"a", "")
+    keep(memo, "/a", body=b"Date: never")
+    known = ask(memo, "/a")
     assert known is not None
     year = time.strftime("%Y", time.gmtime()).encode()
     assert known.whole.count(year) == 1
@@ -92,18 +148,20 @@ def test_the_date_is_today_s(memo: Memo) -> None:
 
 
 def test_what_is_kept_is_bounded_and_what_is_asked_for_stays(memo: Memo) -> None:
-    keep(memo, b"asked for")
+    keep(memo, "/asked")
     for number in range(1000):
-        keep(memo, b"%d" % number, bytes(1000))
-        assert memo.recall(b"asked for", "") is not None
-    known = sum(memo.recall(b"%d" % number, "") is not None for number in range(1000))
+        keep(memo, f"/{number}", body=bytes(1000))
+        assert ask(memo, "/asked") is not None
+        ask(memo, f"/{number}")
+        ask(memo, f"/{number}")
+    known = sum(ask(memo, f"/{number}") is not None for number in range(1000))
     assert 0 < known * 1000 < 100_000
 
 
 def test_a_memo_without_memory_keeps_nothing(app: Changing) -> None:
     nothing = Memo(Service(app, None, lambda: app.version), 0)
-    keep(nothing, b"a")
-    assert nothing.recall(b"a", "") is None
+    keep(nothing, "/a")
+    assert ask(nothing, "/a") is None
 
 
 def test_what_is_deleted_is_gone_for_those_who_had_it_again_and_again(server: Server) -> None:

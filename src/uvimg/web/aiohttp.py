@@ -13,7 +13,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -31,7 +31,7 @@ from uvimg.web import WebSettings, name_peer, read_part
 from uvimg.web.drain import Drain
 from uvimg.web.gate import Gate, Gates
 from uvimg.web.listen import close_servers
-from uvimg.web.memo import LONGEST_HEAD_BYTES, Memo
+from uvimg.web.memo import Memo, Watch, is_memorable
 from uvimg.web.tls import TlsTransport
 
 # When the grace is over: for tasks that have been told to end.
@@ -96,7 +96,9 @@ class _Mounted:
             raise web.HTTPNotFound
         body = _read_body(incoming, head, None) if head.has_body else _NOTHING
         path = head.path[len(self.prefix) :]
-        request = _make_request(head, incoming.remote or name_peer(incoming.transport), body, path, self.prefix)
+        request = _make_request(
+            head, head.headers, incoming.remote or name_peer(incoming.transport), body, path, self.prefix
+        )
         response = self.service.try_now(request)
         if response is None:
             response = await self.service.handle(request)
@@ -173,13 +175,13 @@ class AiohttpFrontEnd:
             response, body = self._service.refuse_head(head), False
         else:
             pieces = _read_body(incoming, head, gate) if head.has_body else _NOTHING
-            request = _make_request(head, gate.peer, pieces, head.path, "")
             # To HTTP/1.0 aiohttp writes another status line than we do.
-            repeats = not (head.has_body or head.is_1_0) and len(data) <= LONGEST_HEAD_BYTES
-            version = self._memo.begin(data) if repeats else None
+            watch = self._memo.begin(head) if is_memorable(head, data) and not head.is_1_0 else None
+            headers = watch.headers if watch else head.headers
+            request = _make_request(head, headers, gate.peer, pieces, head.path, "")
             tried = self._service.try_now(request)
             if tried is not None:
-                self._remember(data, version, head, request, tried)
+                self._remember(watch, request, tried)
             else:
                 if not head.has_body:
                     gate.work()
@@ -200,13 +202,13 @@ class AiohttpFrontEnd:
             response.release()
             gate.answered()
 
-    def _remember(self, data: bytes, version: int | None, head: Head, request: Request, response: Response) -> None:
-        body = b"" if head.method == "HEAD" else response.body
-        if version is None or isinstance(body, FilePart):
+    def _remember(self, watch: Watch | None, request: Request, response: Response) -> None:
+        body = b"" if request.method == "HEAD" else response.body
+        if watch is None or isinstance(body, FilePart):
             return
-        date = http_date(int(time.time()))
-        start = encode_head(response, date, keep_alive=head.keep_alive)
-        self._memo.keep(data, version, start + body, not head.keep_alive, request, response)
+        keep_alive = watch.head.keep_alive
+        start = encode_head(response, http_date(int(time.time())), keep_alive=keep_alive)
+        self._memo.keep(watch, start + body, not keep_alive, request, response)
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
@@ -232,8 +234,10 @@ class _GatedServer(web.Server):
         return gate if self.tls is None else TlsTransport(self.tls, HANDSHAKE_S, gate)
 
 
-def _make_request(head: Head, peer: str, body: AsyncIterable[bytes], path: str, prefix: str) -> Request:
-    return Request(head.method, head.target, path, head.query, head.headers, peer, head.length, body, prefix)
+def _make_request(
+    head: Head, headers: Mapping[str, str], peer: str, body: AsyncIterable[bytes], path: str, prefix: str
+) -> Request:
+    return Request(head.method, head.target, path, head.query, headers, peer, head.length, body, prefix)
 
 
 async def _read_body(incoming: web.BaseRequest, head: Head, gate: Gate | None) -> AsyncIterator[bytes]:
@@ -265,6 +269,9 @@ async def _read_body(incoming: web.BaseRequest, head: Head, gate: Gate | None) -
 def _encode(response: Response) -> web.StreamResponse:
     body = response.body
     if not isinstance(body, FilePart):
+        if not body and response.status not in (204, 304):
+            # aiohttp leaves it out of its answers to HEAD.
+            response.headers["Content-Length"] = "0"
         return web.Response(status=response.status, headers=response.headers, body=body)
     return _FileAnswer(response, body)
 

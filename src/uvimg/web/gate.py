@@ -29,7 +29,7 @@ from uvimg.core.http1 import (
 )
 from uvimg.web import WebSettings, name_peer
 from uvimg.web.drain import Drain
-from uvimg.web.memo import Memo
+from uvimg.web.memo import Known, Memo, is_memorable
 
 # What may wait behind requests that are being answered, in bytes; and in requests that aiohttp has been told of.
 _MAX_AHEAD_BYTES = 131_072
@@ -53,7 +53,7 @@ class Gates:
     def __init__(
         self, make_inner: Callable[[], asyncio.Protocol], settings: WebSettings, memo: Memo, drain: Drain
     ) -> None:
-        self.make_inner, self.drain, self.recall = make_inner, drain, memo.recall
+        self.make_inner, self.drain, self.memo = make_inner, drain, memo
         self.max_connections, self.keepalive_s = settings.max_connections, settings.keepalive_s
         self.open: set[Gate] = set()
         self.loop = asyncio.get_running_loop()
@@ -176,11 +176,18 @@ class Gate(asyncio.Protocol, asyncio.Transport):
             and self._chunks is None
             and len(self._heads) < _MAX_AHEAD
         ):
-            if self._unanswered or not self._writable or not self._repeat(data):
-                try:
-                    self._pass_head(parse_head(data), data)
-                except UvimgError as exc:
-                    self._refuse(exc)
+            alone = not self._unanswered and self._writable
+            if alone and self._give(self._gates.memo.recall(data, self.peer)):
+                return
+            try:
+                head = parse_head(data)
+            except UvimgError as exc:
+                self._refuse(exc)
+                return
+            if not (
+                alone and is_memorable(head, data) and self._give(self._gates.memo.recall_like(head, data, self.peer))
+            ):
+                self._pass_head(head, data)
             return
         self._buffer = data
         self._advance()
@@ -378,9 +385,8 @@ class Gate(asyncio.Protocol, asyncio.Transport):
             self._in_head = True
             self.deadline = self._loop.time() + HEAD_S
 
-    def _repeat(self, data: bytes) -> bool:
-        """Give an answer that was given before; whether there was one."""
-        known = self._gates.recall(data, self.peer)
+    def _give(self, known: Known | None) -> bool:
+        """Give an answer that was given before, if there is one."""
         if known is None:
             return False
         self.repeated = True

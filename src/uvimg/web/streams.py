@@ -33,7 +33,7 @@ from uvimg.core.negotiate import http_date
 from uvimg.service import Service
 from uvimg.web import LOCAL_PEER, WebSettings, read_part
 from uvimg.web.drain import Drain
-from uvimg.web.memo import LONGEST_HEAD_BYTES, Memo
+from uvimg.web.memo import Memo, is_memorable
 from uvimg.web.stream import Stream, TlsStream
 
 log = logging.getLogger("uvimg.web")
@@ -251,11 +251,18 @@ class _Conversation:
         except UvimgError as exc:
             await self._refuse(stream, exc)
             return
-        repeats = not head.has_body and len(data) <= LONGEST_HEAD_BYTES
-        version = self._memo.begin(data) if repeats else None
+        watch = None
+        if is_memorable(head, data):
+            if (known := self._memo.recall_like(head, data, self._peer)) is not None:
+                self._last = known.last
+                await self._write(stream, known.whole)
+                return
+            watch = self._memo.begin(head)
         body = _Body(stream, head)
         request = Request(
-            head.method, head.target, head.path, head.query, head.headers, self._peer, head.length, aiter(body)
+            *(head.method, head.target, head.path, head.query, watch.headers if watch else head.headers),
+            *(self._peer, head.length),
+            aiter(body),
         )
         response = self._service.try_now(request)
         if response is None:
@@ -263,8 +270,8 @@ class _Conversation:
         self._last = self._last or not head.keep_alive or not body.ended or self._drain.begun
         try:
             sent = await self._send(stream, response, head)
-            if version is not None and sent is not None:
-                self._memo.keep(data, version, sent, self._last, request, response)
+            if watch is not None and sent is not None:
+                self._memo.keep(watch, sent, self._last, request, response)
         finally:
             response.release()
 

@@ -39,7 +39,7 @@ from uvimg.service import Service
 from uvimg.web import WebSettings, name_peer, read_part
 from uvimg.web.drain import Drain
 from uvimg.web.listen import close_servers
-from uvimg.web.memo import LONGEST_HEAD_BYTES, Memo
+from uvimg.web.memo import Memo, is_memorable
 from uvimg.web.tls import TlsTransport
 
 log = logging.getLogger("uvimg.web")
@@ -362,20 +362,24 @@ class _Connection(asyncio.Protocol):
             self._last = known.last
             return known.whole
         head = parse_head(data)
-        memo, version = self._front_end.memo, None
-        if not head.has_body and len(data) <= LONGEST_HEAD_BYTES:
-            version = memo.begin(data)
+        memo, watch = self._front_end.memo, None
+        if is_memorable(head, data):
+            if (known := memo.recall_like(head, data, self._peer)) is not None:
+                self._last = known.last
+                return known.whole
+            watch = memo.begin(head)
         body = _Body(self, head) if head.has_body else None
         request = Request(
-            *(head.method, head.target, head.path, head.query, head.headers, self._peer, head.length),
+            *(head.method, head.target, head.path, head.query, watch.headers if watch else head.headers),
+            *(self._peer, head.length),
             _nothing() if body is None else aiter(body),
         )
         response = self._front_end.service.try_now(request)
         if response is not None and body is None and _is_at_hand(response):
             self._last = self._last or not head.keep_alive or self._front_end.drain.begun
             answer = self._encode(response, head)
-            if version is not None:
-                memo.keep(data, version, answer, self._last, request, response)
+            if watch is not None:
+                memo.keep(watch, answer, self._last, request, response)
             return answer
         self.deadline = math.inf
         self._body = body
