@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import ssl
+import sys
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,7 +48,8 @@ def name_peer(transport: asyncio.BaseTransport | None) -> str:
     """The address of who is at the other end; "" of one that has gone already."""
     name = None if transport is None else transport.get_extra_info("peername")
     if isinstance(name, tuple):
-        return str(name[0])
+        # Clients by the thousand come from few addresses: one object each keeps them in the processor's cache.
+        return sys.intern(str(name[0]))
     connection = None if transport is None else transport.get_extra_info("socket")
     return LOCAL_PEER if connection is not None and connection.family == socket.AF_UNIX else ""
 

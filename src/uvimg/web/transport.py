@@ -125,12 +125,12 @@ class _Connection(asyncio.Protocol):
     # There may be tens of thousands.
     __slots__ = (
         *("_body", "_buffer", "_front_end", "_in_head", "_last", "_lingering", "_loop", "_peer", "_reading"),
-        *("_recall", "_resumed", "_searched", "_task", "_transport", "_untaken", "_writable"),
+        *("_resumed", "_searched", "_task", "_transport", "_untaken", "_writable"),
         *("answered", "deadline", "now", "write_deadline"),
     )
 
     def __init__(self, front_end: TransportFrontEnd, loop: asyncio.AbstractEventLoop) -> None:
-        self._front_end, self._recall = front_end, front_end.memo.recall
+        self._front_end = front_end
         self._loop, self.now = loop, loop.time
         self._transport: asyncio.Transport | None = None
         self._buffer = b""
@@ -186,7 +186,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         # Nearly all requests of a busy service came before, to the byte, and stand alone.
         if self._task is None and not self._buffer and self._writable and not self._last:
-            known = self._recall(data, self._peer)
+            known = self._front_end.memo.recall(data, self._peer)
             if known is not None:
                 assert self._transport is not None
                 self.answered = True
@@ -358,7 +358,7 @@ class _Connection(asyncio.Protocol):
 
     def _begin(self, data: bytes) -> bytes | None:
         """The answer to a request, where it is at hand; else a task begins with it."""
-        if (known := self._recall(data, self._peer)) is not None:
+        if (known := self._front_end.memo.recall(data, self._peer)) is not None:
             self._last = known.last
             return known.whole
         head = parse_head(data)
