@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from uvimg import config
-from uvimg.config import ConfigError, load
+from uvimg.config import ConfigError, load, to_environment
 
 ROOT = Path(__file__).parent.parent
 
@@ -151,6 +151,7 @@ def test_an_unknown_variable_of_ours_is_an_error_and_others_are_not() -> None:
         (["serve", "--store", "memory:", "--port=0", "--operations-listen=192.0.2.1:1"], 1, "listen on 192.0.2.1:1"),
         (["serve", "--store", "memory:", "--port=0", "--metrics-dir=/proc/nothing"], 1, "metrics_dir cannot be used"),
         (["serve", "--port", "0", "--processes", "1", "--store", "local:/proc/nothing"], 1, "cannot be opened"),
+        (["serve", "--listen=fd:9", "--operations-listen=fd:9"], 2, "both name fd:9"),
         (["serve", "--processes", "2", "--store", "memory:"], 2, "a memory: store of its own"),
         (["serve", "--processes", "2", "--host", "192.0.2.1"], 1, "cannot listen on 192.0.2.1:4869"),
         (["scrub", "--store", "local:/proc/nothing"], 1, "There is no store in /proc/nothing"),
@@ -166,6 +167,14 @@ def test_the_command_line_complains_in_one_line_without_a_traceback(
     assert done.returncode == status
     assert told in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def test_the_environment_says_all_settings() -> None:
+    changed = load(
+        {"listen": "127.0.0.1:1,unix:/x", "access_log": False, "max_size": "1 MiB", "grace_s": "1.5", "quality": 1}, {}
+    )
+    for settings in (load({}, {}), changed):
+        assert load({}, to_environment(settings)) == settings
 
 
 @pytest.mark.parametrize("command", [[], ["serve"], ["scrub"], ["gc"], ["config"]])

@@ -506,6 +506,16 @@ async def test_a_pool_gives_back_every_descriptor(start_pool: StartPool) -> None
     await until(lambda: open_handles() <= before)
 
 
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_a_worker_has_nothing_open_but_its_socket(start_server: Callable[..., Server], loop: str) -> None:
+    server = start_server(workers=1, loop=loop)
+    (worker,) = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    open_files = {int(path.name): os.readlink(path) for path in Path(f"/proc/{worker}/fd").iterdir()}
+    beside = [name for fd, name in open_files.items() if fd > 2]
+    assert len(beside) == 1
+    assert beside[0].startswith("socket:")
+
+
 def test_workers_do_not_outlive_a_server_that_is_killed(start_server: Callable[..., Server]) -> None:
     server = start_server(workers=3)
     workers = children(server.process.pid)

@@ -100,6 +100,14 @@ def test_nothing_stays_open_when_one_place_cannot_be_had(tmp_path: Path) -> None
     assert not (tmp_path / "s").exists()
 
 
+def test_who_is_about_to_serve_keeps_others_from_the_port() -> None:
+    with open_sockets([Tcp("127.0.0.1", 0)], 2) as ((first,), (_,)):
+        port = first.getsockname()[1]
+        for processes in (1, 2):
+            with pytest.raises(CannotListen, match="in use"), open_sockets([Tcp("127.0.0.1", port)], processes):
+                pass
+
+
 def test_each_process_has_a_tcp_socket_of_its_own_on_the_same_free_port(tmp_path: Path) -> None:
     with open_sockets([Tcp("127.0.0.1", 0), Unix(str(tmp_path / "s"))], 3) as groups:
         assert len({group[0].getsockname() for group in groups}) == 1

@@ -207,7 +207,7 @@ def test_a_reload_reads_the_configuration_again_and_a_broken_one_changes_nothing
         first = serving(server)
         file.write_text("nonsense")
         reload()
-        assert "not reloaded, the processes before go on" in server.log
+        assert "nothing was reloaded, the others go on as before" in server.log
         file.write_text('store = "local:/proc/nothing"\n')
         reload()
         assert "ended with status 1 before it was ready" in server.log
@@ -267,10 +267,25 @@ def test_any_process_tells_the_numbers_of_all(start_server: Callable[..., Server
                 break
         assert time.monotonic() < deadline, told()
     (folder,) = {
-        argument.partition("=")[2]
+        variable.partition("=")[2]
         for pid in serving(server)
-        for argument in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        if argument.startswith("--metrics-dir=")
+        for variable in Path(f"/proc/{pid}/environ").read_text().split("\0")
+        if variable.startswith("UVIMG_METRICS_DIR=")
     }
     assert server.stop() == 0
     assert not Path(folder).exists()
+
+
+def test_who_replaces_a_process_has_its_settings_and_not_those_of_a_file_that_is_being_written(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    file = tmp_path / "uvimg.toml"
+    file.write_text("quality = 50\n")
+    server = start_server(processes=1, workers=1, front_end="transport", config=str(file))
+    (old,) = serving(server)
+    file.write_text("quality = ")
+    os.kill(old, signal.SIGKILL)
+    wait_until(lambda: serving(server) not in (set(), {old}), 20)
+    assert requests.get(f"{server.url}/health", timeout=20).status_code == 200
+    (new,) = serving(server)
+    assert b"\0UVIMG_QUALITY=50\0" in Path(f"/proc/{new}/environ").read_bytes()

@@ -78,7 +78,7 @@ async def serve(settings: Settings, announce: Callable[[str], None], *, supervis
             raise CannotStart(str(exc)) from exc
         ports = [each.getsockname()[1] for each in listeners if each.family != socket.AF_UNIX]
         settings = dataclasses.replace(settings, port=(ports or [settings.port])[0])
-        async with start_service(settings) as (service, ready):
+        async with start_service(settings, has_siblings=supervised) as (service, ready):
             front_end = _FRONT_ENDS[settings.front_end](service, web_settings)
             service.metrics.watch(
                 lambda: [Reading("uvimg_connections_open", (settings.front_end,), front_end.open_connections)]
@@ -100,10 +100,13 @@ async def serve(settings: Settings, announce: Callable[[str], None], *, supervis
 
 
 @contextlib.asynccontextmanager
-async def start_service(settings: Settings) -> AsyncIterator[tuple[Service, Ready]]:
+async def start_service(settings: Settings, *, has_siblings: bool) -> AsyncIterator[tuple[Service, Ready]]:
     """The service, and what its workers can do, with health and metrics on a listener of their own if they have one."""
     with _operations_sockets(settings) as listeners:
-        async with assemble(settings) as parts, _serving_operations(parts.operations, settings, listeners):
+        async with (
+            assemble(settings, has_siblings=has_siblings) as parts,
+            _serving_operations(parts.operations, settings, listeners),
+        ):
             yield parts.service, parts.ready
 
 

@@ -42,8 +42,11 @@ class Assembled:
 
 
 @contextlib.asynccontextmanager
-async def assemble(settings: Settings) -> AsyncIterator[Assembled]:
-    """The service with everything behind it; stopped in order at the end."""
+async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIterator[Assembled]:
+    """The service with everything behind it; stopped in order at the end.
+
+    One that `has_siblings` at the same place is well there, though it drains itself, while any of them serves.
+    """
     metrics = Metrics(settings.metrics_dir)
     async with _publishing(metrics):
         store = open_store(settings.store)
@@ -58,7 +61,8 @@ async def assemble(settings: Settings) -> AsyncIterator[Assembled]:
                 version = (store.near or _Unchanging()).version
 
                 def health() -> Health:
-                    return _find_health(service, pool, store)
+                    # Processes with the same folder for metrics may have the same place for health.
+                    return _find_health(service, pool, store, shared=has_siblings or bool(settings.operations_listen))
 
                 operations = Operations(_operations_settings(settings), metrics, health)
                 pages = {} if settings.operations_listen else dict.fromkeys(PATHS, operations)
@@ -87,9 +91,9 @@ async def _publishing(metrics: Metrics) -> AsyncIterator[None]:
         yield
 
 
-def _find_health(service: Service, pool: Pool, store: Store) -> Health:
+def _find_health(service: Service, pool: Pool, store: Store, *, shared: bool) -> Health:
     """What is asked for every second or so: nothing here waits, and the store's answer takes a microsecond."""
-    draining = service.draining and not service.metrics.others_serve()
+    draining = service.draining and not (shared and service.metrics.others_serve())
     try:
         if store.near is not None:
             store.near.record(b"health")

@@ -65,17 +65,15 @@ def _supervise(settings: Settings, arguments: Mapping[str, Any], path: str | Non
     from uvimg.supervisor import ChildFailed, Supervisor
     from uvimg.web.listen import CannotListen
 
-    def spell_command(ours: Mapping[str, Any]) -> list[str]:
-        # A fresh interpreter, so that new code is what runs after a reload.
-        flags = config.to_flags({**arguments, **ours})
-        file = [f"--config={path}"] if path else []
-        return [sys.executable, "-P", "-m", "uvimg", "serve", f"--supervisor-pid={os.getpid()}", *file, *flags]
-
-    supervisor = Supervisor(settings, lambda: config.load(arguments, config_file=path), spell_command)
+    # A fresh interpreter, so that new code is what runs after a reload.
+    command = [sys.executable, "-P", "-m", "uvimg", "serve", f"--supervisor-pid={os.getpid()}"]
+    supervisor = Supervisor(settings, lambda: config.load(arguments, config_file=path), command)
     try:
         asyncio.run(supervisor.run(lambda line: print(line, flush=True)))
     except CannotListen as exc:
         return _complain(str(exc), 1)
+    except OSError as exc:
+        return _complain(f"cannot start: {exc}", 1)
     except ChildFailed as exc:
         # It has said why itself.
         return max(exc.status, 1)

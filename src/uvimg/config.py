@@ -382,6 +382,9 @@ def load(
 def _check_together(settings: Settings) -> None:
     if bool(settings.tls_certificate) != bool(settings.tls_key):
         raise ConfigError("tls_certificate and tls_key go together: give both or none")
+    both = [place for place in settings.listen if place in settings.operations_listen and not place.endswith(":0")]
+    if both:
+        raise ConfigError(f"listen and operations_listen both name {both[0]}")
     if settings.processes and settings.store == "memory:":
         raise ConfigError(f"processes = {settings.processes}: each process would have a memory: store of its own")
 
@@ -485,21 +488,17 @@ def changed(settings: Settings) -> dict[str, str]:
     }
 
 
-def to_flags(values: Mapping[str, Any]) -> list[str]:
-    """The command line that says these values, as text or as Python has them; None says nothing."""
-    by_name = {declaration.name: declaration for declaration in declarations()}
-    named, flags = [], []
-    for name, value in values.items():
-        flag = name.replace("_", "-")
-        if value is None:
-            continue
-        if by_name[name].positional:
-            named += value
-        elif isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
+def to_environment(settings: Settings) -> dict[str, str]:
+    """The variables that say all of these settings, so that nothing is left for a file to say."""
+    spelled: dict[str, str] = {}
+    for declaration in declarations():
+        value = getattr(settings, declaration.name)
+        if isinstance(value, bool):
+            text = "true" if value else "false"
         else:
-            flags += [f"--{flag}={item}" for item in (value if isinstance(value, list | tuple) else [value])]
-    return named + flags
+            text = declaration.separator.join(value) if isinstance(value, tuple) else str(value)
+        spelled[ENVIRONMENT_PREFIX + declaration.name.upper()] = text
+    return spelled
 
 
 def to_toml(settings: Settings | None = None) -> str:

@@ -58,7 +58,7 @@ class _Runner(web.AppRunner):
     async def setup(self) -> None:
         try:
             web_settings = make_web_settings(self._settings)
-            service, ready = await self._started.enter_async_context(start_service(self._settings))
+            service, ready = await self._started.enter_async_context(start_service(self._settings, has_siblings=True))
         except UvimgError as exc:
             raise _give_up(exc.detail) from exc
         except (ConfigError, CannotStart, WorkerDied) as exc:

@@ -383,7 +383,7 @@ class _Folder:
         while True:
             try:
                 file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
+            except (FileNotFoundError, PermissionError):
                 return None
             try:
                 try:
@@ -396,7 +396,7 @@ class _Folder:
                 except BlockingIOError:
                     lives = True
                 snapshot = _decode_snapshot(os.read(file, os.fstat(file).st_size))
-                if all(len(times.counts) == len(BOUNDS_S) + 1 for times in snapshot.times.values()):
+                if _is_ours(snapshot):
                     return snapshot, lives
             except msgspec.DecodeError:
                 pass
@@ -407,7 +407,10 @@ class _Folder:
 
     def _read_ended(self) -> _Ended:
         with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
-            return _decode_ended((self._path / "ended").read_bytes())
+            ended = _decode_ended((self._path / "ended").read_bytes())
+            if _is_ours(ended.total):
+                return ended
+            log.warning("what ended processes of another version counted in %s is left out", self._path)
         return _Ended("", [], Snapshot())
 
     def _fold(self) -> None:
@@ -437,6 +440,11 @@ class _Folder:
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
             (self._path / name).unlink(missing_ok=True)
+
+
+def _is_ours(snapshot: Snapshot) -> bool:
+    """Whether its histograms have the buckets of this version."""
+    return all(len(times.counts) == len(BOUNDS_S) + 1 for times in snapshot.times.values())
 
 
 def _is_same(file: int, path: Path) -> bool:

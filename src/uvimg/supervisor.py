@@ -1,25 +1,26 @@
 """Several serving processes on the same sockets: started, replaced when they die, renewed at SIGHUP, stopped together.
 
-Each is a fresh `uvimg serve` with the same arguments, so it runs the code and reads the configuration of the moment
-in which it starts. The sockets stay open here for as long as anybody serves: a process that dies takes its open
+Each is a fresh `uvimg serve`, so it runs the code of the moment in which it starts. Its settings are those of the start
+or of the last reload, told by its environment: one that is replaced must not read a file that is just being written.
+The sockets stay open here for as long as anybody serves: a process that dies takes its open
 requests with it, but not the connections that wait in its queue, which its successor finds there.
 Rule: nothing heavy is imported here, and nothing served; this process must not have a reason to fail.
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import re
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from uvimg import logs, systemd
-from uvimg.config import ConfigError, Settings
+from uvimg import config, logs, systemd
+from uvimg.config import ENVIRONMENT_PREFIX, ConfigError, Settings
 from uvimg.core.place import parse_place
 from uvimg.web.listen import choose_places, open_sockets
 
@@ -37,6 +38,10 @@ _STEADY_S = 10.0
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 5.0
 
 
+# What the sockets and the processes' number are made from, which stay.
+_OF_THE_START = ("listen", "host", "port", "processes", "operations_listen", "metrics_dir")
+
+
 class ChildFailed(Exception):
     """A process ended before it was ready; it has said why on stderr itself."""
 
@@ -50,6 +55,8 @@ class _Child:
     process: asyncio.subprocess.Process
     ready_line: str
     ready_at: float
+    # By its own settings, not by those of its successor.
+    patience_s: float
 
 
 @dataclass(eq=False, slots=True)
@@ -68,12 +75,12 @@ class _Slot:
 
 
 class Supervisor:
-    """`run` is the door. `load` reads the settings again, `spell_command` says how a process with these is started."""
+    """`run` is the door. `load` reads the settings again, `command` starts a process."""
 
-    def __init__(
-        self, settings: Settings, load: Callable[[], Settings], spell_command: Callable[[Mapping[str, Any]], list[str]]
-    ) -> None:
-        self._settings, self._load, self._spell_command = settings, load, spell_command
+    def __init__(self, settings: Settings, load: Callable[[], Settings], command: Sequence[str]) -> None:
+        # Those in force, and those of the start, some of which stay in force.
+        self._settings = self._first = settings
+        self._load, self._command = load, command
         self._slots: list[_Slot] = []
         self._metrics_dir = settings.metrics_dir
         # All that live, those too that are not ready yet or have been retired.
@@ -87,6 +94,8 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number, event in ((signal.SIGTERM, stop), (signal.SIGINT, stop), (signal.SIGHUP, renew)):
             loop.add_signal_handler(number, event.set)
+        # For our processes alone.
+        signal.signal(RETIRE, signal.SIG_IGN)
         settings = self._settings
         places = choose_places(settings.listen, settings.host, settings.port)
         operations = [parse_place(text) for text in settings.operations_listen]
@@ -95,7 +104,9 @@ class Supervisor:
             beside = shared.enter_context(open_sockets(operations, settings.processes))
             self._slots = [_Slot(number, *both) for number, both in enumerate(zip(groups, beside, strict=True))]
             if not self._metrics_dir:
-                self._metrics_dir = shared.enter_context(tempfile.TemporaryDirectory(prefix="uvimg-metrics-"))
+                runtime = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0] or None
+                folder = tempfile.TemporaryDirectory(prefix="uvimg-metrics-", dir=runtime)
+                self._metrics_dir = shared.enter_context(folder)
             serving = asyncio.create_task(self._serve(announce, renew))
             stopped = asyncio.create_task(stop.wait())
             try:
@@ -118,7 +129,7 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as starts:
                 for slot in self._slots:
-                    starts.create_task(self._fill(slot))
+                    starts.create_task(self._fill(slot, self._settings))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         announce(self._describe())
@@ -136,29 +147,38 @@ class Supervisor:
         """The line that a person waits for: a process's own, and how many there are."""
         first = self._slots[0].child
         assert first is not None
-        count = f"processes {len(self._slots)}, workers {sum(self._share(slot) for slot in self._slots)}"
-        return re.sub(r"workers \d+", count, first.ready_line, count=1)
+        count = (
+            f"processes {len(self._slots)}, workers {sum(self._share(slot, self._settings) for slot in self._slots)}"
+        )
+        return re.sub(r"workers \d+(?=, libvips)", count, first.ready_line, count=1)
 
-    def _share(self, slot: _Slot) -> int:
+    def _share(self, slot: _Slot, settings: Settings) -> int:
         """How many of the image workers are this process's, which has one at least."""
-        total = self._settings.workers or len(os.sched_getaffinity(0))
+        total = settings.workers or len(os.sched_getaffinity(0))
         each, more = divmod(total, len(self._slots))
         return max(1, each + (slot.number < more))
 
     # One process
 
-    async def _fill(self, slot: _Slot) -> _Child:
+    async def _fill(self, slot: _Slot, settings: Settings) -> _Child:
         """Put a new process into this place. ChildFailed when it does not become ready; it has ended then."""
         fds, beside = ([listener.fileno() for listener in group] for group in (slot.listeners, slot.operations))
-        # What a process of ours is told beside what we were told.
-        ours: dict[str, Any] = {"processes": 0, "listen": [f"fd:{fd}" for fd in fds], "workers": self._share(slot)}
-        ours |= {"metrics_dir": self._metrics_dir, "operations_listen": [f"fd:{fd}" for fd in beside]}
+        told = dataclasses.replace(
+            settings,
+            processes=0,
+            workers=self._share(slot, settings),
+            listen=tuple(f"fd:{fd}" for fd in fds),
+            operations_listen=tuple(f"fd:{fd}" for fd in beside),
+            metrics_dir=self._metrics_dir,
+        )
+        hidden = (ENVIRONMENT_PREFIX, *systemd.VARIABLES)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         process = await asyncio.create_subprocess_exec(
-            *self._spell_command(ours),
+            *self._command,
             pass_fds=fds + beside,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
-            env={name: value for name, value in os.environ.items() if name not in systemd.VARIABLES},
+            env=environment | config.to_environment(told),
         )
         self._processes.add(process)
         try:
@@ -175,7 +195,8 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             raise
-        slot.child = _Child(process, ready_line, asyncio.get_running_loop().time())
+        patience_s = settings.drain_delay_s + settings.grace_s + _MARGIN_S
+        slot.child = _Child(process, ready_line, asyncio.get_running_loop().time(), patience_s)
         return slot.child
 
     async def _gone(self, process: asyncio.subprocess.Process) -> int:
@@ -198,7 +219,7 @@ class Supervisor:
                 # A reload may have been first.
                 if slot.child is child:
                     try:
-                        self._tasks.create_task(self._attend(slot, await self._fill(slot)))
+                        self._tasks.create_task(self._attend(slot, await self._fill(slot, self._settings)))
                     except (ChildFailed, OSError) as exc:
                         log.error("%s; trying again in %g s", exc, slot.delay_s)
 
@@ -210,41 +231,46 @@ class Supervisor:
         The first one that cannot be had ends it, and who served goes on.
         """
         systemd.tell_reloading()
+        renewed = 0
         try:
-            self._settings = self._check(self._load())
+            settings = self._check(self._load())
             for slot in self._slots:
                 async with slot.lock:
                     old = slot.child
-                    self._tasks.create_task(self._attend(slot, await self._fill(slot)))
+                    self._tasks.create_task(self._attend(slot, await self._fill(slot, settings)))
+                renewed += 1
                 if old is not None:
                     self._retire(old)
-            log.info("reloaded: %d processes", len(self._slots))
+            self._settings = settings
+            log.info("reloaded: %d processes", renewed)
         except (ConfigError, ChildFailed, OSError) as exc:
-            log.error("not reloaded, the processes before go on: %s", exc)
-        finally:
-            systemd.tell_ready()
+            went = f"only {renewed} of {len(self._slots)} processes" if renewed else "nothing"
+            log.error("%s was reloaded, the others go on as before: %s", went, exc)
+        systemd.tell_ready()
 
     def _check(self, settings: Settings) -> Settings:
-        for name in ("listen", "host", "port", "processes", "operations_listen", "metrics_dir"):
-            if getattr(settings, name) != getattr(self._settings, name):
+        """The new settings, as far as they count before the next start."""
+        for name in _OF_THE_START:
+            if getattr(settings, name) != getattr(self._first, name):
                 log.warning("the new value of %s counts from the next start on", name)
-        return settings
+        return dataclasses.replace(settings, **{name: getattr(self._first, name) for name in _OF_THE_START})
 
     def _retire(self, child: _Child) -> None:
-        task = asyncio.create_task(self._see_off({child.process}, RETIRE))
+        task = asyncio.create_task(self._see_off({child.process}, RETIRE, child.patience_s))
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
 
     async def _end(self) -> None:
-        await self._see_off(set(self._processes), signal.SIGTERM)
+        children = [slot.child for slot in self._slots if slot.child is not None]
+        patience_s = max((child.patience_s for child in children), default=_MARGIN_S)
+        await self._see_off(set(self._processes), signal.SIGTERM, patience_s)
 
-    async def _see_off(self, processes: set[asyncio.subprocess.Process], by: signal.Signals) -> None:
+    async def _see_off(self, processes: set[asyncio.subprocess.Process], by: signal.Signals, patience_s: float) -> None:
         """Have them end: by themselves within the grace, else by force."""
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(by)
         ends = asyncio.gather(*map(self._gone, processes))
-        patience_s = self._settings.drain_delay_s + self._settings.grace_s + _MARGIN_S
         try:
             async with asyncio.timeout(patience_s):
                 await asyncio.shield(ends)

@@ -70,9 +70,15 @@ class Arguments(msgspec.Struct, frozen=True):
 def main() -> None:
     arguments = msgspec.json.decode(sys.argv[1].encode(), type=Arguments)
     die_with_parent(arguments.parent_pid)
-    # Ctrl-C and a service manager's SIGTERM reach the whole group; the parent says when work is over.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Ctrl-C, a closed terminal and a service manager's signals reach the whole group; the parent says when work is
+    # over.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    # uvloop hands on whatever is not close-on-exec, LMDB's file for one: a cage is no use around that.
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd != arguments.socket_fd:
+            with contextlib.suppress(OSError):
+                os.close(fd)
     connection = socket.socket(fileno=arguments.socket_fd)
     _set_up_libvips(arguments.allowed)
     # Looking into a profile takes a codec that Python imports on first use, which it cannot once confined. libvips

@@ -43,6 +43,9 @@ def open_sockets(places: Sequence[Place], processes: int = 1) -> Iterator[list[l
                     for group, found in zip(groups, _bind_for_each(place, processes), strict=True):
                         for listener in found:
                             group.append(open_ones.enter_context(listener))
+                            # At once: two that are only bound do not exclude each other (SO_REUSEADDR). Who connects
+                            # waits until we are ready, as at a unix socket.
+                            listener.listen()
                     continue
                 if isinstance(place, Unix):
                     listener = open_ones.enter_context(_bind_unix(place.path))
@@ -91,7 +94,7 @@ def show_address(listener: socket.socket, scheme: str = "http") -> str:
 def bind_sockets(host: str, port: int, *, shared: bool = False) -> list[socket.socket]:
     """A socket for each address that `host` stands for. OSError when one cannot be had; then none is left open.
 
-    With port 0 all of them get the same free port. Nobody can connect before a front-end listens. What is `shared`
+    With port 0 all of them get the same free port. Nobody can connect before it listens. What is `shared`
     may be bound again, by processes of the same user.
     """
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
