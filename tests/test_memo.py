@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import Server, make_photo
+from uvimg.core.errors import StoreDown
 from uvimg.core.http1 import parse_head
-from uvimg.core.message import Request, Response
+from uvimg.core.message import NO_BODY, Request, Response
 from uvimg.service import Service
 from uvimg.web.memo import Known, Memo, Watch
 
@@ -134,6 +135,32 @@ def test_an_answer_made_from_all_fields_is_not_kept(memo: Memo) -> None:
     assert ask(memo, "/a") is None
 
 
+def test_other_fields_that_mattered_are_not_taken_for_those_that_do_now(memo: Memo) -> None:
+    keep(memo, "/a", "If-Range: x\r\n", b"first", heeds=("if-range",))
+    memo._heeded.clear()
+    keep(memo, "/a", "If-Match: y\r\n", b"second", heeds=("if-match",))
+    assert ask(memo, "/a", "If-Match: x\r\n") is None
+
+
+def test_a_store_that_cannot_say_its_version_leaves_the_answer_to_the_app(memo: Memo, app: Changing) -> None:
+    def fail() -> int:
+        raise StoreDown
+
+    keep(memo, "/a")
+    assert ask(memo, "/a") is not None
+    memo._service.version = fail
+    assert ask(memo, "/a") is None
+    assert begin(memo, "/a") is None
+
+
+def test_what_is_remembered_holds_no_fields_and_no_connection(memo: Memo) -> None:
+    keep(memo, "/a", "Cookie: 1\r\n")
+    known = ask(memo, "/a")
+    assert known is not None
+    assert not known.request.headers
+    assert known.request.body is NO_BODY
+
+
 def test_the_date_is_today_s(memo: Memo) -> None:
     keep(memo, "/a", body=b"Date: never")
     known = ask(memo, "/a")
@@ -160,8 +187,7 @@ def test_what_is_kept_is_bounded_and_what_is_asked_for_stays(memo: Memo) -> None
 
 def test_a_memo_without_memory_keeps_nothing(app: Changing) -> None:
     nothing = Memo(Service(app, None, lambda: app.version), 0)
-    keep(nothing, "/a")
-    assert ask(nothing, "/a") is None
+    assert [begin(nothing, "/a") for _ in range(3)] == [None] * 3
 
 
 def test_what_is_deleted_is_gone_for_those_who_had_it_again_and_again(server: Server) -> None:

@@ -109,6 +109,19 @@ def test_a_client_that_does_not_speak_tls_harms_nobody(secure: Wire, certificate
         assert receive_all(other).endswith(b"x /now/still")
 
 
+def test_what_is_no_tls_behind_the_end_is_nobodys_failure(secure: Wire, certificate: Path) -> None:
+    connection = connect(secure, certificate)
+    connection.sendall(last("/now"))
+    assert statuses(receive_all(connection)) == [200]
+    raw = socket.socket(fileno=connection.detach())
+    with raw, contextlib.suppress(OSError):
+        raw.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))
+        while raw.recv(1000):
+            pass
+    wait_until(lambda: secure.open_files("socket:") <= secure.own_sockets)
+    assert secure.failures == []
+
+
 def test_a_handshake_that_does_not_end_is_dropped(secure: Wire) -> None:
     with secure.connect() as silent, secure.connect() as dripping:
         started = time.monotonic()

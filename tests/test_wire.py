@@ -339,6 +339,17 @@ def test_a_refused_connection_is_closed_though_its_client_stays(hurried: Wire, p
                     time.sleep(0.05)
 
 
+def test_half_a_head_behind_a_body_that_nobody_read_keeps_no_connection(hurried: Wire, pair: tuple[str, str]) -> None:
+    connections = [hurried.connect() for _ in range(5)]
+    for connection in connections:
+        connection.sendall(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabcGET /x HT")
+    try:
+        wait_until(lambda: hurried.open_files("socket:") <= hurried.own_sockets, 8)
+    finally:
+        for connection in connections:
+            connection.close()
+
+
 # Ends and limits
 
 

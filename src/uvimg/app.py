@@ -100,7 +100,7 @@ async def serve(settings: Settings, announce: Callable[[str], None], *, supervis
 
 
 @contextlib.asynccontextmanager
-async def start_service(settings: Settings, *, has_siblings: bool) -> AsyncIterator[tuple[Service, Ready]]:
+async def start_service(settings: Settings, *, has_siblings: bool = False) -> AsyncIterator[tuple[Service, Ready]]:
     """The service, and what its workers can do, with health and metrics on a listener of their own if they have one."""
     with _operations_sockets(settings) as listeners:
         async with (

@@ -185,11 +185,11 @@ def _parse_fields(data: bytes) -> _Fields:
     host = headers.get("host")
     if host is not None and not _HOST.fullmatch(host):
         raise BadRequest("There must be exactly one Host with a valid value.")
-    connection = _parse_tokens(headers.get("connection", ""))
+    said = headers.get("connection", "")
+    connection = (_known_tokens if len(said) <= _LONGEST_KNOWN_FIELD else _parse_tokens)(said)
     return _Fields(headers, _parse_length(headers), connection, headers.get("expect", "").lower())
 
 
-@lru_cache(64)
 def _parse_tokens(value: str) -> frozenset[str]:
     return frozenset(token.strip(" \t").lower() for token in value.split(","))
 
@@ -225,8 +225,9 @@ _LONGEST_KNOWN_LINE = 256
 _LONGEST_KNOWN_FIELDS = 1024
 _LONGEST_KNOWN_FIELD = 128
 _known_line = lru_cache(16_384)(_parse_line)
-_known_fields = lru_cache(4096)(_parse_fields)
+_known_fields = lru_cache(1024)(_parse_fields)
 _known_field = lru_cache(4096)(_parse_field)
+_known_tokens = lru_cache(64)(_parse_tokens)
 
 
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[^\x00-\x08\x0a-\x1f\x7f]*)?")

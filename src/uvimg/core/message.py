@@ -35,6 +35,19 @@ class Request(msgspec.Struct, frozen=True):
     prefix: str = ""
 
 
+class _NoBody:
+    """The body of a request that has none."""
+
+    def __aiter__(self) -> "_NoBody":
+        return self
+
+    async def __anext__(self) -> bytes:
+        raise StopAsyncIteration
+
+
+NO_BODY: AsyncIterable[bytes] = _NoBody()
+
+
 @dataclass(frozen=True, slots=True)
 class FilePart:
     """A stretch of an open file that somebody will send. Whoever holds it closes it."""

@@ -24,7 +24,7 @@ from uvimg.assembly import assemble
 from uvimg.config import Settings
 from uvimg.core.errors import BadRequest, RequestTimeout, UvimgError
 from uvimg.core.http1 import BODY_BYTES_PER_S, BODY_START_S, HANDSHAKE_S, Head, encode_head, parse_head
-from uvimg.core.message import FilePart, Request, Response
+from uvimg.core.message import NO_BODY, FilePart, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.service import Service
 from uvimg.web import WebSettings, name_peer, read_part
@@ -94,7 +94,7 @@ class _Mounted:
             return answer
         if not head.path.startswith(self.prefix + "/"):
             raise web.HTTPNotFound
-        body = _read_body(incoming, head, None) if head.has_body else _NOTHING
+        body = _read_body(incoming, head, None) if head.has_body else NO_BODY
         path = head.path[len(self.prefix) :]
         request = _make_request(
             head, head.headers, incoming.remote or name_peer(incoming.transport), body, path, self.prefix
@@ -174,7 +174,7 @@ class AiohttpFrontEnd:
         if isinstance(head, UvimgError):
             response, body = self._service.refuse_head(head), False
         else:
-            pieces = _read_body(incoming, head, gate) if head.has_body else _NOTHING
+            pieces = _read_body(incoming, head, gate) if head.has_body else NO_BODY
             # To HTTP/1.0 aiohttp writes another status line than we do.
             watch = self._memo.begin(head) if is_memorable(head, data) and not head.is_1_0 else None
             headers = watch.headers if watch else head.headers
@@ -307,16 +307,3 @@ class _FileAnswer(web.StreamResponse):
             else:
                 piece = await asyncio.to_thread(read_part, part, at, size)
             await self.write(piece)
-
-
-class _Nothing:
-    """The body of a request that has none."""
-
-    def __aiter__(self) -> "_Nothing":
-        return self
-
-    async def __anext__(self) -> bytes:
-        raise StopAsyncIteration
-
-
-_NOTHING = _Nothing()

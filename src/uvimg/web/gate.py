@@ -456,6 +456,7 @@ class Gate(asyncio.Protocol, asyncio.Transport):
 
     def _forget_incoming(self) -> None:
         self._buffer, self._left, self._chunks = b"", 0, None
+        self._searched, self._in_head = 0, False
         self._inner_full = self._full = False
         self.deadline = math.inf
 

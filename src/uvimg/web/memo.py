@@ -13,8 +13,11 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
+import msgspec
+
+from uvimg.core.errors import UvimgError
 from uvimg.core.http1 import Head
-from uvimg.core.message import Request, Response
+from uvimg.core.message import NO_BODY, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.core.tally import Tally
 from uvimg.service import Service
@@ -28,7 +31,7 @@ _OVERHEAD_BYTES = 1024
 _ALIAS_BYTES = 512
 # Heads and targets of which it is known that they came once, by their hash.
 _MOST_SEEN = 65_536
-# Targets of which it is known which fields matter.
+# Targets of which it is known which fields matter. Each is at most as long as a head.
 _MOST_HEEDED = 16_384
 # Looked at for one that is to go: no request waits longer than a few µs for the memory of another.
 _MOST_SPARED = 20
@@ -41,7 +44,9 @@ class Known:
     __slots__ = ("_date_at", "_until_s", "last", "request", "size", "status", "tally", "used", "version", "whole")
 
     def __init__(self, whole: bytes, last: bool, version: int | None, request: Request, response: Response) -> None:
-        self.whole, self.last, self.version, self.request = whole, last, version, request
+        self.whole, self.last, self.version = whole, last, version
+        # For the access log alone: its fields are not counted, and its body may hold on to a connection.
+        self.request = msgspec.structs.replace(request, headers={}, body=NO_BODY)
         # Not the response, which has the body once more.
         self.status, self.size = response.status, response.size
         self.tally = response.tally or Tally()
@@ -116,7 +121,7 @@ class Memo:
         known = self._known.get(key)
         if known is None:
             return None
-        if known.version is not None and known.version != self._service.version():
+        if known.version is not None and known.version != self._version():
             self._forget(key)
             return None
         known.used = True
@@ -136,7 +141,10 @@ class Memo:
 
     def begin(self, head: Head) -> Watch | None:
         """Before an answer is looked up. None: do not keep it, for its like may never come again."""
-        return Watch(head, self._service.version()) if self._was_seen((head.method, head.target)) else None
+        if not self._max_bytes or not self._was_seen((head.method, head.target)):
+            return None
+        version = self._version()
+        return None if version is None else Watch(head, version)
 
     def keep(self, watch: Watch, whole: bytes, last: bool, request: Request, response: Response) -> None:
         """Remember an answer as it was written, if it lasts."""
@@ -157,6 +165,13 @@ class Memo:
         """Know nothing any more: from now on answers say that their connection ends."""
         self._max_bytes = 0
         self._known.clear()
+
+    def _version(self) -> int | None:
+        """None when the store cannot say: the app is asked then, which tells it in its own dialect."""
+        try:
+            return self._service.version()
+        except UvimgError:
+            return None
 
     def _was_seen(self, what: Hashable) -> bool:
         """Whether it came before; now it has."""
@@ -196,4 +211,5 @@ def is_memorable(head: Head, data: bytes) -> bool:
 
 def _spell_key(head: Head, names: tuple[str, ...]) -> Hashable:
     """All of a head that an answer depends on. (What ends a connection stands in the answer.)"""
-    return (head.method, head.target, head.keep_alive, head.is_1_0, *map(head.headers.get, names))
+    # With the names: what matters of a target may have been forgotten, and learnt anew in part.
+    return (head.method, head.target, head.keep_alive, head.is_1_0, names, *map(head.headers.get, names))

@@ -87,7 +87,7 @@ class StreamsFrontEnd:
 
     def _close_idle(self) -> None:
         for task, conversation in self._talking.items():
-            if conversation.idle:
+            if conversation.idle and not conversation.is_ahead:
                 task.cancel()
 
     async def _watch(self) -> None:
@@ -186,6 +186,11 @@ class _Conversation:
             assert task is not None
             if task.uncancel() == 0 and kind is asyncio.CancelledError:
                 raise TimeoutError from None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether something has come that it has not yet been woken for."""
+        return self._stream.is_ahead
 
     def close(self) -> None:
         self._stream.close()

@@ -59,8 +59,14 @@ class Tls:
 
     def receive(self, data: bytes) -> bytes:
         """What these bytes say; nothing while a record is not whole, or in the handshake."""
-        self._incoming.write(data)
         pieces: list[bytes] = []
+        # By and by: a BIO keeps the room of the most that it ever held, on every idle connection.
+        for at in range(0, len(data), RECORD_BYTES):
+            self._incoming.write(data[at : at + RECORD_BYTES])
+            self._read(pieces)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _read(self, pieces: list[bytes]) -> None:
         try:
             if not self.established:
                 self._object.do_handshake()
@@ -73,14 +79,16 @@ class Tls:
             pass
         except ssl.SSLZeroReturnError:
             self.ended = True
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def seal(self, data: bytes | memoryview) -> bytes:
         """These bytes as records, to be sent in this order."""
         view = memoryview(data)
+        records: list[bytes] = []
         while view:
-            view = view[self._object.write(view) :]
-        return self._outgoing.read()
+            # One at a time, for the same reason.
+            view = view[self._object.write(view[:RECORD_BYTES]) :]
+            records.append(self._outgoing.read())
+        return b"".join(records)
 
     def end(self) -> bytes:
         """What tells the peer that no more will come."""
@@ -104,6 +112,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
     def __init__(self, context: ssl.SSLContext, handshake_s: float, inner: asyncio.Protocol) -> None:
         super().__init__()
         self._tls, self._handshake_s, self._inner = Tls(context), handshake_s, inner
+        self._has_ended = False
 
     # To the loop
 
@@ -123,11 +132,10 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             plain = self._tls.receive(data)
         except ssl.SSLError:
             # With it goes what tells the peer why.
-            self._outer.write(self._tls.take())
+            self._send(self._tls.take())
             self._outer.close()
             return
-        if answer := self._tls.take():
-            self._outer.write(answer)
+        self._send(self._tls.take())
         if self._tls.established:
             self._deadline.cancel()
         if plain:
@@ -154,13 +162,19 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         return True
 
     def write_eof(self) -> None:
-        self._outer.write(self._tls.end())
+        self._send(self._tls.end())
+        self._has_ended = True
         self._outer.write_eof()
 
     def close(self) -> None:
         if not self._outer.is_closing():
-            self._outer.write(self._tls.end())
+            self._send(self._tls.end())
             self._outer.close()
+
+    def _send(self, records: bytes) -> None:
+        # Behind our own end the loops refuse even nothing.
+        if records and not self._has_ended:
+            self._outer.write(records)
 
     def abort(self) -> None:
         self._outer.abort()

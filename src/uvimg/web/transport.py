@@ -33,7 +33,7 @@ from uvimg.core.http1 import (
     encode_head,
     parse_head,
 )
-from uvimg.core.message import FilePart, Request, Response
+from uvimg.core.message import NO_BODY, FilePart, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.service import Service
 from uvimg.web import WebSettings, name_peer, read_part
@@ -248,7 +248,9 @@ class _Connection(asyncio.Protocol):
 
     def close_idle(self) -> None:
         """Unless a request is in flight; a head that has begun is one."""
-        if self._task is None and not (self._lingering or self._in_head) and self._transport is not None:
+        # What is unwritten goes on first: `_advance` ends it, for the drain is over.
+        idle = self._task is None and self._writable and not (self._lingering or self._in_head)
+        if idle and self._transport is not None:
             self._last = True
             self._transport.close()
 
@@ -372,7 +374,7 @@ class _Connection(asyncio.Protocol):
         request = Request(
             *(head.method, head.target, head.path, head.query, watch.headers if watch else head.headers),
             *(self._peer, head.length),
-            _nothing() if body is None else aiter(body),
+            NO_BODY if body is None else aiter(body),
         )
         response = self._front_end.service.try_now(request)
         if response is not None and body is None and _is_at_hand(response):
@@ -485,12 +487,6 @@ class _Connection(asyncio.Protocol):
 
 def _is_at_hand(response: Response) -> bool:
     return not isinstance(response.body, FilePart) or response.body.size <= _READ_AT_ONCE_BYTES
-
-
-async def _nothing() -> AsyncIterator[bytes]:
-    nothing: tuple[bytes, ...] = ()
-    for piece in nothing:
-        yield piece
 
 
 class _Body:
