@@ -1,7 +1,9 @@
 # docker build -t uvimg . && docker run -p 4869:4869 -v images:/data uvimg
 #
-# Every setting is a variable of the environment: -e UVIMG_PROCESSES=8 -e UVIMG_QUALITY=80. What runs here are scripts
-# that the tests run too.
+# Every setting is a variable of the environment: -e UVIMG_PROCESSES=8 -e UVIMG_QUALITY=80. Where one of them moves
+# /health (port, TLS, operations_listen), say where to: -e HEALTH_URL=http://127.0.0.1:9868/health. --stop-timeout 40
+# leaves requests in flight their grace_s. (Kubernetes adds variables for its services: enableServiceLinks: false.)
+# What runs here are scripts that the tests run too.
 
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /source
@@ -29,7 +31,8 @@ ENV LD_PRELOAD=libjemalloc.so.2 \
     UVIMG_HOST=0.0.0.0 \
     UVIMG_PROCESSES=2 \
     UVIMG_STORE=local:/data
-USER uvimg
+# By its number, which runAsNonRoot wants to see.
+USER 4869
 WORKDIR /data
 VOLUME /data
 EXPOSE 4869

@@ -22,7 +22,7 @@ from bench.result import Goal
 from bench.serving import Address, BenchError, Launch, Server
 
 _RIVALS = Path(__file__).parent / "rivals"
-# The fewest that every limit of a default system allows for (ulimit -Hn).
+# What common limits allow for (ulimit -Hn).
 _FILES = 20_000
 
 
@@ -84,26 +84,16 @@ class Variant:
         return Ask(path, 304, b"", (("If-None-Match", etag),), (("ETag", etag),))
 
 
-# Whether `uvimg serve` has --processes. Until then two processes share a store, but not a port.
-_HAS_PROCESSES = True
-
-
 def _uvimg(front_end: str, loop: str = "uvloop") -> Variant:
-    def spell(site: Site, host: str, port: int) -> tuple[str, ...]:
-        return (
-            *(sys.executable, "-m", "uvimg", "serve", f"--front-end={front_end}", f"--loop={loop}"),
-            *(f"--host={host}", f"--port={port}", f"--store=local:{site.folder / 'data'}"),
-            *("--workers=1", "--no-access-log", "--log-level=warning"),
-        )
-
     def launch(site: Site, content: Content, processes: int) -> Launch:
-        hosts = [f"127.0.0.{1 + number}" for number in range(processes)]
-        if processes > 1 and _HAS_PROCESSES:
-            port = serving.find_port()
-            command = (*spell(site, "0.0.0.0", port), f"--processes={processes}")
-            return Launch((command,), tuple((host, port) for host in hosts))
-        addresses = tuple((host, serving.find_port()) for host in hosts)
-        return Launch(tuple(spell(site, host, port) for host, port in addresses), addresses)
+        addresses = tuple((f"127.0.0.{1 + number}", serving.find_port()) for number in range(processes))
+        command = (
+            *(sys.executable, "-m", "uvimg", "serve", f"--front-end={front_end}", f"--loop={loop}"),
+            *(f"--listen={host}:{port}" for host, port in addresses),
+            *(f"--store=local:{site.folder / 'data'}", "--workers=1", "--no-access-log", "--log-level=warning"),
+            f"--processes={processes if processes > 1 else 0}",
+        )
+        return Launch((command,), addresses)
 
     return Variant(f"uvimg {front_end}" + ("" if loop == "uvloop" else f" on {loop}"), True, launch)
 

@@ -1,5 +1,6 @@
 """A real server for the tests: a process of its own on a free port, spoken to through its socket."""
 
+import os
 import re
 import signal
 import subprocess
@@ -31,6 +32,8 @@ class Server:
             stdout=subprocess.PIPE,
             stderr=self._log.open("ab"),
             text=True,
+            # One that is killed leaves nothing elsewhere.
+            env=os.environ | {"TMPDIR": str(folder)},
             pass_fds=pass_fds,
         )
         assert self.process.stdout is not None

@@ -43,7 +43,7 @@ class Tally:
 
 
 class Tallies(dict[Key, Tally]):
-    """Every tally there is; one comes into being when it is first asked for. Unknown methods share "other"."""
+    """Every tally there is; one comes into being when it is first asked for."""
 
     def __missing__(self, key: Key) -> Tally:
         return self.setdefault(key, Tally())
