@@ -100,7 +100,7 @@ def decode(data: bytes) -> Any:
 
 
 # A module that says EVERY_FRONT_END = True has each of its tests run against all of these.
-FRONT_ENDS = [("transport", "uvloop"), ("transport", "asyncio"), ("streams", "uvloop"), ("aiohttp", "uvloop")]
+FRONT_ENDS = [(chosen, loop) for chosen in ("transport", "streams", "aiohttp") for loop in ("uvloop", "asyncio")]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
