@@ -10,6 +10,7 @@ protocol.
 
 import asyncio
 import contextlib
+import logging
 import math
 import socket
 from collections import deque
@@ -30,6 +31,8 @@ from uvimg.core.http1 import (
 from uvimg.web import WebSettings, name_peer
 from uvimg.web.drain import Drain
 from uvimg.web.memo import Known, Memo, is_memorable
+
+log = logging.getLogger("uvimg.web")
 
 # What may wait behind requests that are being answered, in bytes; and in requests that aiohttp has been told of.
 _MAX_AHEAD_BYTES = 131_072
@@ -85,10 +88,15 @@ class Gates:
             await asyncio.sleep(_WATCH_S)
             now = self.loop.time()
             for gate in list(self.open):
-                if gate.repeated:
-                    gate.rest(now)
-                elif gate.deadline < now or gate.write_deadline < now:
-                    gate.expire(now)
+                try:
+                    if gate.repeated:
+                        gate.rest(now)
+                    elif gate.deadline < now or gate.write_deadline < now:
+                        gate.expire(now)
+                except Exception:
+                    # One that fails must not take all others' deadlines with it.
+                    log.exception("a deadline could not be kept")
+                    gate.abort()
 
 
 class Gate(asyncio.Protocol, asyncio.Transport):

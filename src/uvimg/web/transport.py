@@ -113,10 +113,15 @@ class TransportFrontEnd:
             await asyncio.sleep(_WATCH_S)
             now = loop.time()
             for connection in list(self.connections):
-                if connection.answered:
-                    connection.rest(now)
-                elif connection.deadline < now or connection.write_deadline < now:
-                    connection.expire(now)
+                try:
+                    if connection.repeated:
+                        connection.rest(now)
+                    elif connection.deadline < now or connection.write_deadline < now:
+                        connection.expire(now)
+                except Exception:
+                    # One that fails must not take all others' deadlines with it.
+                    log.exception("a deadline could not be kept")
+                    connection.abort()
 
 
 class _Connection(asyncio.Protocol):
@@ -126,7 +131,7 @@ class _Connection(asyncio.Protocol):
     __slots__ = (
         *("_body", "_buffer", "_front_end", "_in_head", "_last", "_lingering", "_loop", "_peer", "_reading"),
         *("_resumed", "_searched", "_task", "_transport", "_untaken", "_writable"),
-        *("answered", "deadline", "now", "write_deadline"),
+        *("deadline", "now", "repeated", "write_deadline"),
     )
 
     def __init__(self, front_end: TransportFrontEnd, loop: asyncio.AbstractEventLoop) -> None:
@@ -152,7 +157,7 @@ class _Connection(asyncio.Protocol):
         self.deadline = self.write_deadline = math.inf
         self._untaken = 0
         # Since a watcher last looked, there was an answer from memory: it is idle from then on.
-        self.answered = False
+        self.repeated = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclass of asyncio's.
@@ -189,7 +194,7 @@ class _Connection(asyncio.Protocol):
             known = self._front_end.memo.recall(data, self._peer)
             if known is not None:
                 assert self._transport is not None
-                self.answered = True
+                self.repeated = True
                 self._transport.write(known.whole)
                 if known.last:
                     self._linger()
@@ -279,7 +284,7 @@ class _Connection(asyncio.Protocol):
 
     def rest(self, now: float) -> None:
         """Between requests, unless something else has begun since."""
-        self.answered = False
+        self.repeated = False
         if self._task is None and not self._buffer and self._writable and not self._last:
             self._in_head = False
             self.deadline = now + self._front_end.settings.keepalive_s
