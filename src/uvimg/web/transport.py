@@ -38,7 +38,7 @@ from uvimg.core.negotiate import http_date
 from uvimg.service import Service
 from uvimg.web import WebSettings, name_peer, read_part
 from uvimg.web.drain import Drain
-from uvimg.web.listen import close_servers
+from uvimg.web.listen import close_servers, watch_often
 from uvimg.web.memo import Memo, is_memorable
 from uvimg.web.tls import TlsTransport
 
@@ -67,8 +67,8 @@ class TransportFrontEnd:
 
     async def start(self, listeners: list[socket.socket]) -> None:
         loop = asyncio.get_running_loop()
-        self._listeners = listeners
-        for listener in listeners:
+        self._listeners = [each for listener in listeners for each in watch_often(listener)]
+        for listener in self._listeners:
             tls = self.settings.tls_for(listener)
             make = self._connect if tls is None else partial(self._connect_by_tls, tls)
             self._servers.append(await loop.create_server(make, sock=listener, backlog=self.settings.backlog))
