@@ -61,6 +61,11 @@ def _complain(text: str, status: int) -> int:
     return status
 
 
+def _announce(line: str) -> None:
+    # Also into a pipe at once: somebody waits for it.
+    print(line, flush=True)
+
+
 def _supervise(settings: Settings, arguments: Mapping[str, Any], path: str | None) -> int:
     from uvimg.supervisor import ChildFailed, Supervisor
     from uvimg.web.listen import CannotListen
@@ -69,7 +74,7 @@ def _supervise(settings: Settings, arguments: Mapping[str, Any], path: str | Non
     command = [sys.executable, "-P", "-m", "uvimg", "serve", f"--supervisor-pid={os.getpid()}"]
     supervisor = Supervisor(settings, lambda: config.load(arguments, config_file=path), command)
     try:
-        asyncio.run(supervisor.run(lambda line: print(line, flush=True)))
+        asyncio.run(supervisor.run(_announce))
     except CannotListen as exc:
         return _complain(str(exc), 1)
     except OSError as exc:
@@ -94,8 +99,7 @@ def _serve(settings: Settings, supervisor_pid: int | None) -> int:
     try:
         make_loop = uvloop.new_event_loop if settings.loop == "uvloop" else asyncio.new_event_loop
         with asyncio.Runner(loop_factory=make_loop) as runner:
-            announce = lambda line: print(line, flush=True)  # noqa: E731
-            runner.run(serve(settings, announce, supervised=supervisor_pid is not None))
+            runner.run(serve(settings, _announce, supervised=supervisor_pid is not None))
     except (CannotStart, WorkerDied) as exc:
         return _complain(str(exc), 1)
     return 0
