@@ -254,7 +254,7 @@ def test_totals_of_two_processes_are_summed_and_outlive_one_of_them(
     assert value(values, "uvimg_processes", state="serving") == 2
     assert value(values, "uvimg_workers") == value(values, "uvimg_workers_wanted") == 2
     assert value(values, "uvimg_queue_limit_jobs", lane="uploads") == 2000
-    assert value(values, "uvimg_jobs_total", lane="renditions") == 1
+    assert value(values, "uvimg_jobs_total", lane="fast") == 1
     # Of one store, whoever tells it: an original and its rendition.
     poll(lambda: value(scrape(two), "uvimg_store_blobs") == 2)
     assert value(scrape(two), "uvimg_store_names") == 3

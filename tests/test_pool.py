@@ -40,7 +40,14 @@ def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLo
 
 
 def settings(**changed: Any) -> PoolSettings:
-    usual = {"workers": 1, "queue_limit": 100, "timeout_s": 30.0, "memory_bytes": 4 << 30, "jobs_per_worker": 0}
+    usual = {
+        "workers": 1,
+        "queue_limit": 100,
+        "slow_queue_limit": 100,
+        "timeout_s": 30.0,
+        "memory_bytes": 4 << 30,
+        "jobs_per_worker": 0,
+    }
     formats: tuple[Format, ...] = ("jpeg", "png", "webp", "gif", "avif", "tiff")
     return PoolSettings(**{**usual, "sandbox": "auto", "formats": formats, **changed})
 
@@ -117,7 +124,7 @@ def inspect(pool: Pool, data: bytes = PNG, format: Format = "png") -> Awaitable[
 
 def render(pool: Pool, width: int = 32) -> Awaitable[tuple[Inspected | Rendered, bytes]]:
     load = Load(width, width * 3 // 4, 1, managed=False, gray=False)
-    return pool.run(Render("png", Plan((load, Encode("jpeg", 75, 0)))), PNG, "renditions")
+    return pool.run(Render("png", Plan((load, Encode("jpeg", 75, 0)))), PNG, "fast")
 
 
 def begin(work: Awaitable[tuple[Inspected | Rendered, bytes]]) -> "asyncio.Task[tuple[Inspected | Rendered, bytes]]":
@@ -157,7 +164,7 @@ async def test_large_frames_travel_whole_both_ways(start_pool: StartPool) -> Non
     assert len(data) > 6 << 20
     load = Load(1500, 1500, 1, managed=False, gray=False)
     plan = Plan((load, Encode("png", 0, 0)))
-    _, body = await pool.run(Render("png", plan), data, "renditions")
+    _, body = await pool.run(Render("png", plan), data, "fast")
     assert len(body) > 6 << 20
     assert body.endswith(b"IEND\xaeB`\x82")
 
@@ -256,11 +263,11 @@ async def test_jobs_right_after_the_death_of_all_idle_workers_are_done(start_poo
 async def test_a_worker_that_is_dead_when_its_turn_comes_does_not_break_the_pool(start_pool: StartPool) -> None:
     """Handed to a waiter and found dead before that one runs: uvloop would raise on its closed socket."""
     pool = await start_pool()
-    worker = next(iter(pool._workers))
+    worker = next(iter(pool._main.workers))
     os.kill(worker.pid, signal.SIGKILL)
     await until(lambda: worker.dead)
     await until(lambda: pool.pids)
-    pool._idle.appendleft(worker)
+    pool._main.idle.append(worker)
     assert isinstance((await inspect(pool))[0], Inspected)
     assert worker.tell(Inspect("png", Limits()), PNG) is False
 
@@ -307,19 +314,23 @@ async def test_a_job_that_waits_as_long_as_one_may_take_is_refused(start_pool: S
         await running
 
 
-async def test_uploads_and_renditions_take_turns(start_pool: StartPool) -> None:
+async def test_a_lane_whose_jobs_take_long_gets_no_more_of_a_worker_than_the_other(start_pool: StartPool) -> None:
+    """Uploads and fast jobs share by time: one long upload is worth many small renditions."""
     pool = await start_pool()
     running = await begin_hanging(pool)
     order: list[str] = []
-    tasks = []
-    for name, job in [("r", render), ("r", render), ("r", render), ("u", inspect), ("u", inspect)]:
-        task = begin(job(pool))
+    large = bytes(corpus.photo(1200, 1200).pngsave_buffer(keep="none"))
+    tasks = [begin(render(pool)) for _ in range(12)] + [begin(inspect(pool, large)) for _ in range(4)]
+    for task in tasks:
+        name = "fast" if len(order) + tasks.index(task) < 12 else "uploads"
         task.add_done_callback(lambda _, name=name: order.append(name))
-        tasks.append(task)
-    await until(lambda: pool.waiting == 5)
+    await until(lambda: pool.waiting == 16)
+    running.cancel()
     resume(pool.pids[0])
-    await asyncio.gather(running, *tasks)
-    assert order == ["u", "r", "u", "r", "r"]
+    await asyncio.gather(*tasks)
+    # Neither waits for all of the other: some upload comes before the last small job, and most of those early.
+    assert order.index("uploads") < 12
+    assert order[:14].count("fast") >= 10, order
 
 
 async def test_a_cancelled_waiting_job_leaves_the_queue(start_pool: StartPool) -> None:
@@ -352,7 +363,7 @@ async def test_a_worker_handed_to_a_job_that_is_cancelled_in_that_moment_goes_to
     await running
     assert isinstance((await staying)[0], Rendered)
     assert leaving.cancelled()
-    await until(lambda: len(pool._idle) == 1)
+    await until(lambda: pool.workers == (0, 1))
 
 
 async def test_a_job_run_while_another_error_is_handled_uses_its_worker_alone(start_pool: StartPool) -> None:
@@ -370,7 +381,7 @@ async def test_a_job_run_while_another_error_is_handled_uses_its_worker_alone(st
     resume(pool.pids[0])
     await running
     await recovering
-    assert len(pool._idle) == 1
+    assert pool.workers == (0, 1)
 
 
 async def test_a_cancelled_running_job_frees_its_slot(start_pool: StartPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,11 +435,11 @@ async def test_a_worker_that_dies_while_it_is_replaced_leaves_the_number_as_it_w
     pool = await start_pool(jobs_per_worker=3)
     real, starts, may_go_on = pool_module._start_worker, [0], asyncio.Event()
 
-    async def start_worker(settings: PoolSettings) -> Any:
+    async def start_worker(settings: PoolSettings, niceness: int) -> Any:
         starts[0] += 1
         if starts[0] == 1:
             await may_go_on.wait()
-        return await real(settings)
+        return await real(settings, niceness)
 
     monkeypatch.setattr(pool_module, "_start_worker", start_worker)
     for _ in range(3):
@@ -575,7 +586,7 @@ def test_a_confined_process_can_open_nothing_and_connect_to_nothing() -> None:
 
 async def test_no_thread_of_a_worker_is_outside_of_its_cage(start_pool: StartPool) -> None:
     pool = await start_pool()
-    if "seccomp" not in next(iter(pool._workers)).ready.confined_by:
+    if "seccomp" not in next(iter(pool._main.workers)).ready.confined_by:
         pytest.skip("this kernel has no seccomp filters for us")
     await render(pool)
     threads = list(Path(f"/proc/{pool.pids[0]}/task").glob("*/status"))

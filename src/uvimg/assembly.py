@@ -116,14 +116,15 @@ def _watch(
 def _read_pool(pool: Pool, settings: PoolSettings) -> Iterator[Reading]:
     for lane, waiting in pool.queues.items():
         yield Reading("uvimg_queue_jobs", (lane,), waiting)
-        yield Reading("uvimg_queue_limit_jobs", (lane,), settings.queue_limit)
+        yield Reading("uvimg_queue_limit_jobs", (lane,), settings.queue_limit_of(lane))
         yield Reading("uvimg_jobs", (lane,), pool.given[lane])
         yield Reading("uvimg_jobs_refused", (lane,), pool.refused[lane])
     yield Reading("uvimg_job_timeouts", (), pool.timeouts)
     yield Reading("uvimg_worker_restarts", ("died",), pool.died)
     yield Reading("uvimg_worker_restarts", ("recycled",), pool.recycled)
-    yield Reading("uvimg_workers", ("idle",), pool.idle)
-    yield Reading("uvimg_workers", ("busy",), len(pool.pids) - pool.idle)
+    for family, (busy, idle) in (("uvimg_workers", pool.workers), ("uvimg_slow_workers", pool.slow_workers)):
+        yield Reading(family, ("busy",), busy)
+        yield Reading(family, ("idle",), idle)
     yield Reading("uvimg_workers_wanted", (), settings.workers)
 
 
@@ -172,6 +173,7 @@ def _pool_settings(settings: Settings) -> PoolSettings:
     return PoolSettings(
         workers=count_workers(settings),
         queue_limit=settings.queue_limit,
+        slow_queue_limit=settings.slow_queue_limit,
         timeout_s=settings.worker_timeout_s,
         memory_bytes=settings.worker_memory,
         jobs_per_worker=settings.worker_jobs,

@@ -304,7 +304,15 @@ class Settings:
     queue_limit: int = _setting(
         1000,
         _WORKERS,
-        "Image jobs that may wait, uploads and renditions each; more are answered 503 at once.",
+        "Image jobs that may wait, uploads and fast renditions each; more are answered 503 at once.",
+        low=0,
+        high=100_000,
+    )
+    slow_queue_limit: int = _setting(
+        100,
+        _WORKERS,
+        "Renditions that may wait of those that are predicted to be slow (AVIF, large sources, long animations); the "
+        "fast ones do not wait for them.",
         low=0,
         high=100_000,
     )

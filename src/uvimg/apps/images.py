@@ -338,7 +338,7 @@ class Images:
         content = await self._fetch(original, original)
         try:
             source = _decode_facts(original.facts).source
-            rendered, body = await self._pool.run(Render(source.format, plan), content, "renditions")
+            rendered, body = await self._pool.run(Render(source.format, plan), content, "fast")
         finally:
             _close(content)
         assert isinstance(rendered, Rendered)
