@@ -226,13 +226,20 @@ class Pool:
         if errand.attempts:
             # Its worker died: it has been admitted and has waited already.
             line.errands.appendleft(errand)
-        elif self.queues[line.lane] < self._settings.queue_limit_of(line.lane):
+        elif self.queues[line.lane] < self._limit(line):
             line.errands.append(errand)
         else:
             return False
         errand.timer = asyncio.get_running_loop().call_later(self._settings.timeout_s, self._give_up, errand)
         self._reinforce()
         return True
+
+    def _limit(self, line: "_Line") -> int:
+        """How many jobs may wait here; those for which a worker is started now do not count."""
+        limit = self._settings.queue_limit_of(line.lane)
+        if line.crew is self._main or line.lane == "background":
+            return limit
+        return limit + max(0, line.crew.size - len(line.crew.workers))
 
     def _give(self, worker: "_Worker", errand: "_Errand") -> None:
         """Hand a job over, whole, in this call: nothing may use an original once a cancelled caller has gone."""
