@@ -5,7 +5,6 @@ Below `web`, so that an aiohttp application of ours can start a service in someb
 """
 
 import contextlib
-import os
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -21,6 +20,7 @@ from uvimg.core.access import parse_network, parse_rules
 from uvimg.core.errors import StoreDown
 from uvimg.core.formats import Format, parse_output_format
 from uvimg.core.plan import Rules
+from uvimg.cores import usable_cores
 from uvimg.imaging import Limits, Ready
 from uvimg.imaging.pool import Pool, PoolSettings
 from uvimg.metrics import Metrics, Reading, watch_process
@@ -166,7 +166,8 @@ def _check_formats(settings: Settings, ready: Ready) -> None:
 
 
 def count_workers(settings: Settings) -> int:
-    return settings.workers or len(os.sched_getaffinity(0))
+    """Image workers in all: as many as there are cores for this service, where nobody says."""
+    return settings.workers or usable_cores()
 
 
 def _pool_settings(settings: Settings) -> PoolSettings:
