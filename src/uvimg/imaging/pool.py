@@ -59,6 +59,9 @@ _PASSED_ON = (
     *("PATH", "HOME", "LANG", "LC_ALL", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE"),
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_CONF", "MALLOC_ARENA_MAX"),
 )
+# With an arena for each of libvips' threads glibc's allocator held 79 MB after 7,000 mixed jobs, with two 63 MB, at the
+# same CPU time. jemalloc, where it is preloaded, does not look at this.
+_DEFAULTS = {"MALLOC_ARENA_MAX": "2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -706,7 +709,7 @@ async def _start_worker(settings: PoolSettings, niceness: int) -> _Worker:
                     pass_fds=(theirs.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
-                    env={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
+                    env=_DEFAULTS | {name: os.environ[name] for name in _PASSED_ON if name in os.environ},
                 )
             )
             try:
