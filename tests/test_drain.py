@@ -92,33 +92,28 @@ def test_idle_connections_are_closed_after_the_last_call_and_work_goes_on(start:
     assert wire.process.wait(10) == 0
 
 
-def test_what_comes_just_when_the_last_call_ends_is_answered(start: Callable[..., Wire]) -> None:
-    wire = start({"LAST_CALL_S": 0.3}, grace_s=30)
-    connections = [wire.connect() for _ in range(8)]
-    for connection in connections:
-        assert statuses(ask(connection, "/now/1")) == [200]
-    wire.process.terminate()
-    wait_until(lambda: refuses(wire))
-    os.kill(wire.process.pid, signal.SIGSTOP)
-    # It wakes up behind the last call, and finds requests that it has not read yet.
-    over = time.monotonic() + 0.4
-    for connection in connections:
-        connection.sendall(get("/now/2"))
-    wait_until(lambda: time.monotonic() > over)
-    os.kill(wire.process.pid, signal.SIGCONT)
-    for connection in connections:
-        answer = receive_all(connection)
-        assert answer.endswith(b"x /now/2")
-        assert b"connection: close" in answer.lower()
-        connection.close()
-    assert wire.process.wait(10) == 0
-
-
-def test_who_sends_just_when_he_is_hung_up_on_sees_an_end_and_no_reset(start: Callable[..., Wire]) -> None:
+def test_what_comes_just_when_the_last_call_ends_is_answered_and_what_comes_behind_it_meets_no_reset(
+    start: Callable[..., Wire],
+) -> None:
     wire = start({"LAST_CALL_S": 0.3, "LINGER_S": 1}, grace_s=30)
+    connections = [wire.connect() for _ in range(8)]
     with wire.connect() as idle, wire.connect() as fresh:
-        assert statuses(ask(idle, "/now/1")) == [200]
+        for connection in (*connections, idle):
+            assert statuses(ask(connection, "/now/1")) == [200]
         wire.process.terminate()
+        wait_until(lambda: refuses(wire))
+        os.kill(wire.process.pid, signal.SIGSTOP)
+        # It wakes up behind the last call, and finds requests that it has not read yet.
+        over = time.monotonic() + 0.4
+        for connection in connections:
+            connection.sendall(get("/now/2"))
+        wait_until(lambda: time.monotonic() > over)
+        os.kill(wire.process.pid, signal.SIGCONT)
+        for connection in connections:
+            answer = receive_all(connection)
+            assert answer.endswith(b"x /now/2")
+            assert b"connection: close" in answer.lower()
+            connection.close()
         for connection in (idle, fresh):
             assert connection.recv(1, socket.MSG_PEEK) == b""
             # As if they had crossed it on their way.
