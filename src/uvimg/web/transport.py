@@ -22,7 +22,7 @@ from uvimg.core.message import NO_BODY, FilePart, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.service import Service
 from uvimg.web import WebSettings
-from uvimg.web.bodies import PIECE_BYTES, READ_AT_ONCE_BYTES, read_paced, read_part, read_piece
+from uvimg.web.bodies import PIECE_BYTES, read_paced, read_part, read_piece
 from uvimg.web.connections import Connection, Connections
 from uvimg.web.listen import close_servers, watch_often
 from uvimg.web.memo import Memo, is_memorable
@@ -342,7 +342,7 @@ class _Connection(Connection):
 
 
 def _is_at_hand(response: Response) -> bool:
-    return not isinstance(response.body, FilePart) or response.body.size <= READ_AT_ONCE_BYTES
+    return not isinstance(response.body, FilePart) or response.body.size <= PIECE_BYTES
 
 
 class _Body:
