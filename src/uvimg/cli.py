@@ -15,7 +15,6 @@ from typing import Any, get_origin
 from uvimg import __version__, config
 from uvimg.config import ConfigError, Settings
 from uvimg.core.errors import UvimgError
-from uvimg.imaging.confine import die_with_parent
 from uvimg.store import Finding, open_store
 
 
@@ -88,6 +87,8 @@ def _supervise(settings: Settings, arguments: Mapping[str, Any], path: str | Non
 def _serve(settings: Settings, supervisor_pid: int | None) -> int:
     if supervisor_pid is not None:
         # By what lets it finish: nobody but us knows what is in flight.
+        from uvimg.imaging.confine import die_with_parent
+
         die_with_parent(supervisor_pid, signal.SIGTERM)
     # Only here: the other commands need neither loop nor server.
     import uvloop
