@@ -88,7 +88,12 @@ class Connections(Generic[Kind]):
 
     def _close_idle(self) -> None:
         for connection in list(self._open):
-            connection.close_idle()
+            try:
+                connection.close_idle()
+            except Exception:
+                # Nor must one keep the process from its end.
+                log.exception("a connection could not be closed")
+                connection.abort()
 
     async def _watch(self) -> None:
         now = asyncio.get_running_loop().time
@@ -193,11 +198,11 @@ class Connection(Timed, asyncio.Protocol):
             self.abort()
 
     def close_idle(self) -> None:
-        if self._transport is not None and self.is_idle:
+        if self._transport is not None and self.is_idle and not self._transport.is_closing():
             connection = self._transport.get_extra_info("socket")
             # What is to be read already will be answered, and told that it was the last. What crosses our end on its
             # way is read away, so that its client sees an end and no reset.
-            if connection.fileno() >= 0 and not has_unread(connection.fileno()):
+            if not has_unread(connection.fileno()):
                 self._linger()
 
     def abort(self) -> None:

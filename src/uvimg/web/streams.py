@@ -147,8 +147,8 @@ class _Conversation(Timed):
 
     def close_idle(self) -> None:
         # What is to be read already will be answered, and told that it was the last.
-        ahead = self._stream.is_ahead or has_unread(self._stream.descriptor)
-        if self.awaited == "request" and not ahead:
+        stream = self._stream
+        if self.awaited == "request" and not (stream.is_ahead or has_unread(stream.descriptor)):
             self._interrupt()
 
     def abort(self) -> None:
