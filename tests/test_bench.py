@@ -11,7 +11,8 @@ import pytest
 from bench import report, serving, variants
 from bench.__main__ import main
 from bench.exchange import Ask
-from bench.load import KeepAlive, Variety, parse_ab, parse_wrk, write_script
+from bench.generators import parse_ab, parse_wrk
+from bench.load import KeepAlive, Variety, write_script
 from bench.result import Goal, Result, compare, judge, spread
 from bench.serving import BenchError, Launch
 from bench.variants import Case, Content, Site, Suite, Variant
