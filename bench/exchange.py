@@ -4,6 +4,7 @@ import socket
 from dataclasses import dataclass
 
 from bench.serving import Address, BenchError
+from bench.work import Task, check_picture
 
 _TIMEOUT_S = 10.0
 
@@ -19,6 +20,8 @@ class Ask:
     fields: tuple[tuple[str, str], ...] = ()
     # Names of fields, and how their values begin.
     expected: tuple[tuple[str, str], ...] = ()
+    # The rendition that the body must be.
+    task: Task | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,4 +86,6 @@ def check(address: Address, ask: Ask) -> Reply:
     for name, start in ask.expected:
         if not reply.fields.get(name.lower(), "").startswith(start):
             raise BenchError(f"GET {ask.path} was answered with {name}: {reply.fields.get(name.lower())!r}")
+    if ask.task is not None:
+        check_picture(reply.body, ask.task)
     return reply

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.serving import Address, BenchError, Cores, pin
 
@@ -48,6 +49,7 @@ local workers = {}
 wrong = 0
 
 function setup(thread)
+    thread:set("first", #workers)
     table.insert(workers, thread)
 end
 
@@ -73,12 +75,18 @@ def write_wrk_script(requests: str, response: str) -> str:
     return _SCRIPT % {"requests": requests, "response": response}
 
 
-def parse_wrk(text: str) -> Count:
-    """What wrk printed with our script. BenchError when it is something else."""
+def read_count(text: str) -> dict[str, Any]:
+    """The last line of our script among what wrk printed. BenchError when there is none."""
     found = re.search(r"^COUNT (\{.*\})$", text, re.MULTILINE)
     if found is None:
         raise BenchError(f"wrk says: {' '.join(text.split())[-200:]}")
-    count = json.loads(found[1])
+    count: dict[str, Any] = json.loads(found[1])
+    return count
+
+
+def parse_wrk(text: str) -> Count:
+    """What wrk counted with our script, where no answer may be an error."""
+    count = read_count(text)
     errors = {
         "failed connections": count["connect"],
         "broken answers": count["read"] + count["write"],
@@ -170,9 +178,14 @@ def count_threads(cores: Cores, clients: int) -> int:
 
 
 def stop_wrk(running: "list[subprocess.Popen[str]]") -> list[Count]:
+    return [parse_wrk(text) for text in end_wrk(running)]
+
+
+def end_wrk(running: "list[subprocess.Popen[str]]") -> list[str]:
+    """All that they have to say."""
     for process in running:
         process.send_signal(signal.SIGINT)
-    return [parse_wrk(listen(process, "wrk", _END_S)) for process in running]
+    return [listen(process, "wrk", _END_S) for process in running]
 
 
 def listen(process: "subprocess.Popen[str]", name: str, seconds: float) -> str:
@@ -196,7 +209,9 @@ def start(command: list[str], cores: Cores) -> Iterator["subprocess.Popen[str]"]
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 def wait(running: "list[subprocess.Popen[str]]", seconds: float) -> None:

@@ -31,6 +31,7 @@ from bench.generators import (
     write_wrk_script,
 )
 from bench.serving import Address, BenchError, Cores, Server
+from bench.work import Walk
 
 # How the requests of one load differ: not at all; not at all, but by the way that the others take through wrk;
 # in target and fields, 10,000 of them; in target and fields, every one.
@@ -116,6 +117,10 @@ class Load(Protocol):
     def most_rounds(self) -> int:
         """More rounds than this say nothing new, or take too long."""
 
+    @property
+    def walks(self) -> tuple[Walk, ...]:
+        """What has to be made; the asks are theirs, one after the other. None where a content is asked for."""
+
     def run(self, server: Server, asks: list[Ask], cores: Cores, seconds: float) -> dict[str, float]:
         """One round: measure → value. BenchError when an answer was wrong."""
 
@@ -129,6 +134,7 @@ class KeepAlive:
 
     programs = ("wrk", "ss")
     most_rounds = 100
+    walks = ()
 
     def run(self, server: Server, asks: list[Ask], cores: Cores, seconds: float) -> dict[str, float]:
         replies = [check(address, ask) for address, ask in zip(server.addresses, asks, strict=True)]
@@ -182,6 +188,7 @@ class NewConnections:
 
     programs = ("ab",)
     most_rounds = 3
+    walks = ()
 
     def run(self, server: Server, asks: list[Ask], cores: Cores, seconds: float) -> dict[str, float]:
         for address, ask in zip(server.addresses, asks, strict=True):
@@ -218,6 +225,7 @@ class Idle:
     programs = ()
     # Later ones find the memory of the first.
     most_rounds = 1
+    walks = ()
 
     def run(self, server: Server, asks: list[Ask], cores: Cores, seconds: float) -> dict[str, float]:
         with contextlib.ExitStack() as stack:

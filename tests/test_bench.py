@@ -15,7 +15,8 @@ from bench.generators import parse_ab, parse_wrk
 from bench.load import KeepAlive, Variety, write_script
 from bench.result import Goal, Result, compare, judge, spread
 from bench.serving import BenchError, Launch
-from bench.variants import Case, Content, Site, Suite, Variant
+from bench.site import Content, Site, Variant, find_missing
+from bench.variants import Case, Suite
 
 WRK_TEXT = """Running 60m test @ http://127.0.0.1:4869/echo
   1 threads and 100 connections
@@ -249,5 +250,5 @@ def test_the_list_names_every_suite_and_what_is_missing_says_how_to_get_it(
     told = capsys.readouterr().out
     assert all(f"{name}: " in told for name in variants.SUITES)
     monkeypatch.setenv("PATH", "")
-    assert variants.find_missing("ab").endswith("apt-get install apache2-utils")
-    assert json.dumps(variants.find_missing("")) == '""'
+    assert find_missing("ab").endswith("apt-get install apache2-utils")
+    assert json.dumps(find_missing("")) == '""'
