@@ -1,5 +1,6 @@
 """One request and the answer to it, looked at whole: what has to be right before a load means anything."""
 
+import re
 import socket
 from dataclasses import dataclass
 
@@ -89,3 +90,13 @@ def check(address: Address, ask: Ask) -> Reply:
     if ask.task is not None:
         check_picture(reply.body, ask.task)
     return reply
+
+
+def read_metrics(address: Address, name: str) -> dict[str, float]:
+    """The values of one of uvimg's metrics by their labels. Others have none."""
+    try:
+        reply = exchange(address, Ask("/metrics", 200, None))
+    except BenchError:
+        return {}
+    found = re.findall(rf"^{name}({{.*}})? (\S+)$", reply.body.decode(errors="replace"), re.MULTILINE)
+    return {labels: float(value) for labels, value in found}

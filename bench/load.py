@@ -298,9 +298,15 @@ def summarise_latency(counts: Sequence[Count]) -> dict[str, float]:
     }
 
 
-def summarise_cost(server: Server, before: dict[int, float], answers: float, seconds: float) -> dict[str, float]:
+def summarise_cost(
+    server: Server,
+    before: dict[int, float],
+    answers: float,
+    seconds: float,
+    now: dict[int, float] | None = None,
+) -> dict[str, float]:
     """What so many answers in so many seconds cost the server's processes, if they are ours to look at."""
-    now = server.cpu_s()
+    now = server.cpu_s() if now is None else now
     if not now:
         return {}
     # Not of each process: what one spent that has ended meanwhile is with its parent.

@@ -8,13 +8,15 @@ import http.client
 import sys
 import tempfile
 from collections.abc import Callable
+from ctypes.util import find_library
 from pathlib import Path
 
-from bench import serving
+from bench import corpus, serving
 from bench.exchange import Ask
 from bench.serving import Address, BenchError, Launch
 from bench.site import Content, Site, Variant
-from bench.work import Task, Walk, draw
+from bench.work import Picture, Task, Walk, draw, make_walk
+from uvimg import config
 
 
 def upload(address: Address, data: bytes) -> None:
@@ -34,6 +36,11 @@ def spell(task: Task) -> str:
     return f"{place}{'&g=1' if task.gray else ''}&q={task.quality}{format}"
 
 
+def _spell_type(task: Task) -> str:
+    """The name of a type that makes the same; see `_write_tables` and types.lua."""
+    return f"t=test_{task.width}x{task.height}_{task.quality}"
+
+
 def _no_flags(folder: Path) -> tuple[str, ...]:
     return ()
 
@@ -42,31 +49,48 @@ def _uvimg(
     name: str,
     flags: Callable[[Path], tuple[str, ...]] = _no_flags,
     spell: Callable[[Task], str] = spell,
-    settle: Callable[[Address, str], None] | None = None,
+    settle: Callable[[Address, list[str]], None] = lambda address, paths: None,
     lacks: Callable[[], str] = lambda: "",
+    copies: int = 1,
+    run: tuple[str, ...] = (),
 ) -> Variant:
-    """uvimg with more flags, which may need files in its folder. `settle` is done once it has the picture."""
+    """uvimg with more flags, which may need files in its folder, started by what `run` says.
+
+    Of the picture it is given so many `copies`, each an image of its own: where a walk is short, equal requests would
+    meet. `settle` is done once they are there, with the path of a rendition of each.
+    """
 
     def launch(site: Site, content: Content, processes: int) -> Launch:
         folder = Path(tempfile.mkdtemp(prefix="uvimg-", dir=site.folder))
         port = serving.find_port()
         command = (
-            *(sys.executable, "-m", "uvimg", "serve", f"--listen=127.0.0.1:{port}", f"--store=local:{folder / 'data'}"),
+            *(*run, sys.executable, "-m", "uvimg", "serve"),
+            *(f"--listen=127.0.0.1:{port}", f"--store=local:{folder / 'data'}"),
             *(f"--workers={processes}", "--save-new=0", "--cache-size=0", "--memo-size=0"),
             *("--no-access-log", "--log-level=warning", *flags(folder)),
         )
         return Launch((command,), (("127.0.0.1", port),))
 
     def ask_for(site: Site, walk: Walk, address: Address) -> list[Ask]:
-        picture = draw(walk.picture)
-        upload(address, picture)
-        path = f"/{hashlib.md5(picture).hexdigest()}?"
-        if settle is not None:
-            settle(address, path + spell(walk.tasks[0]))
+        pictures = [corpus.number_jpeg(draw(walk.picture), number) for number in range(copies)]
+        for picture in pictures:
+            upload(address, picture)
+        paths = [f"/{hashlib.md5(picture).hexdigest()}?" for picture in pictures]
+        settle(address, [path + spell(walk.tasks[0]) for path in paths])
         kind = ("Content-Type", f"image/{walk.tasks[0].format}")
-        return [Ask(path + spell(task), 200, None, expected=(kind,), task=task) for task in walk.tasks]
+        return [
+            Ask(path + spell(task), 200, None, expected=(kind,), task=task) for path in paths for task in walk.tasks
+        ]
 
     return Variant(name, True, launch, ask_for=ask_for, lacks=lacks)
+
+
+def _knows(setting: str) -> bool:
+    return setting in {declaration.name for declaration in config.declarations()}
+
+
+def _needs(setting: str) -> Callable[[], str]:
+    return lambda: "" if _knows(setting) else f"this uvimg has no setting {setting}"
 
 
 def _loop(name: str, module: str) -> Variant:
@@ -82,8 +106,45 @@ def _loop(name: str, module: str) -> Variant:
     return Variant(name, False, launch, ask_for=ask_for)
 
 
-PLAIN = _uvimg("uvimg")
+def _write_tables(folder: Path) -> tuple[str, ...]:
+    """A configuration with a type for each task of `TYPED`."""
+    file = folder / "types.toml"
+    file.write_text(
+        "".join(
+            f"[types.{_spell_type(task).removeprefix('t=')}]\n"
+            f"w = {task.width}\nh = {task.height}\ng = {int(task.gray)}\nq = {task.quality}\n"
+            for task in TYPED.tasks
+        )
+    )
+    return (f"--config={file}",)
+
+
+# All that a table may hold are 500, so it is short, and each of its users gets copies of the picture.
+TYPED = make_walk(Picture.SMALL, 100, 3, gray=True)
+_COPIES = 4
+
+PLAIN = _uvimg("uvimg", copies=_COPIES)
+BY_TABLE = _uvimg("uvimg, types by table", _write_tables, _spell_type, lacks=_needs("types"), copies=_COPIES)
+BY_SCRIPT = _uvimg(
+    "uvimg, types by script",
+    lambda folder: (f"--script={Path(__file__).parent / 'types.lua'}",),
+    _spell_type,
+    lacks=_needs("script"),
+    copies=_COPIES,
+)
+# As it is installed, and where nothing hides what a worker does not give back.
+SOAKED = _uvimg("uvimg")
+ENDLESS = _uvimg("uvimg, workers never replaced", lambda folder: ("--worker-jobs=0",))
+ENDLESS_ON_JEMALLOC = _uvimg(
+    "the same on jemalloc",
+    lambda folder: ("--worker-jobs=0",),
+    run=("env", f"LD_PRELOAD={find_library('jemalloc')}"),
+    lacks=lambda: "" if find_library("jemalloc") else "jemalloc is not installed: apt-get install libjemalloc2",
+)
 # A flood fills it with few connections.
-SHORT_QUEUE = _uvimg("uvimg", lambda folder: ("--queue-limit=16",))
+SHORT_QUEUE = _uvimg(
+    "uvimg",
+    lambda folder: ("--slow-queue-limit=16",) if _knows("slow_queue_limit") else ("--queue-limit=16",),
+)
 BARE = _loop("bare libvips", "bench.rivals.bare_libvips")
 PLANS = _loop("the plans alone", "bench.rivals.plans")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from bench.exchange import Ask, Reply, check, connect
+from bench.exchange import Ask, Reply, check, connect, read_metrics
 from bench.generators import (
     Count,
     await_answers,
@@ -41,6 +41,8 @@ from bench.work import Walk, check_picture
 _SAMPLES = 4
 _SAMPLE_EVERY_S = 0.5
 _MIN_WARM_UP_S = 0.3
+# Of the answers; a client that is stopped makes the few others.
+_LEAST_MADE = 0.98
 # Longer than the slowest preparation, and than any request takes.
 _ORDER_S = 60.0
 # Until whatever a flood waits in is full.
@@ -102,18 +104,20 @@ class Making:
         with start_wrk(script, address, asks[0].path, self.connections, threads, cores) as wrk:
             await_answers([wrk], server.addresses[:1], self.connections, [least], self.connections)
             wait([wrk], max(_MIN_WARM_UP_S, seconds / 4))
-            began, had, cpu, client = time.monotonic(), read_bytes_in(wrk.pid), server.cpu_s(), read_cpu_s(wrk.pid)
+            hits = read_metrics(address, "uvimg_hits_total")
+            began, had, before, client = time.monotonic(), read_bytes_in(wrk.pid), server.cpu_s(), read_cpu_s(wrk.pid)
             samples = _sample(wrk, address, asks, began + seconds)
-            passed, read = time.monotonic() - began, read_bytes_in(wrk.pid) - had
+            # All at once: the last of the work comes after it, when wrk has ended and what it asked is still made.
+            passed, read, now = time.monotonic() - began, read_bytes_in(wrk.pid) - had, server.cpu_s()
             spent = (read_cpu_s(wrk.pid) or 0.0) - (client or 0.0)
+            check_made(hits, read_metrics(address, "uvimg_hits_total"))
             established = count_established(server.addresses[:1])
             counts = stop_wrk([wrk])
-            server.check_alive()
-            answers = count_answers(counts[0], read) + samples
-            cost = summarise_cost(server, cpu, answers, passed)
         check_counts(server, counts)
         if established < self.connections:
             raise BenchError(f"{established} connections were left of {self.connections}")
+        answers = count_answers(counts[0], read) + samples
+        cost = summarise_cost(server, before, answers, passed, now)
         return {"rate": answers / passed, **cost, "client": spent / passed * 100, **summarise_latency(counts)}
 
 
@@ -200,6 +204,14 @@ class Paced:
 def check_samples(address: Address, asks: Sequence[Ask]) -> list[Reply]:
     """Some of the answers, looked at whole."""
     return [check(address, ask) for ask in asks[:: max(1, len(asks) // _SAMPLES)]]
+
+
+def check_made(before: dict[str, float], after: dict[str, float]) -> None:
+    """BenchError where uvimg says that answers came from elsewhere than from work of their own."""
+    came = {labels: count - before.get(labels, 0.0) for labels, count in after.items()}
+    made = sum(count for labels, count in came.items() if 'kind="made"' in labels)
+    if made < _LEAST_MADE * sum(came.values()):
+        raise BenchError(f"answers came without work: {came}")
 
 
 def _sample(wrk: "subprocess.Popen[str]", address: Address, asks: list[Ask], until: float) -> int:

@@ -32,6 +32,7 @@ MEASURES = {
         Measure("client", "client busy %", 0),
         Measure("rss_mib", "RSS MiB", 1),
         Measure("connection_kib", "KiB/connection", 2),
+        Measure("jobs", "jobs", 0, "more"),
         Measure("growth", "growth %", 1),
         Measure("rss_growth", "RSS growth %", 1),
     )

@@ -122,6 +122,10 @@ class Server:
         """What these processes of it, or all, hold in memory."""
         return sum(_read_rss_bytes(pid) for pid in (self._processes() if pids is None else pids))
 
+    def own_bytes(self) -> int:
+        """What of that is nobody else's: without what is mapped from files, such as libraries and the store."""
+        return sum(_read_rss_bytes(pid, own=True) for pid in self._processes())
+
     def _processes(self) -> list[int]:
         found, fresh = [], [process.pid for process in self._started]
         while fresh:
@@ -163,9 +167,9 @@ def _read_ended_cpu_s(pid: int) -> float:
     return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
 
-def _read_rss_bytes(pid: int) -> int:
+def _read_rss_bytes(pid: int, *, own: bool = False) -> int:
     try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
     except OSError:
         return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return (resident - shared if own else resident) * os.sysconf("SC_PAGE_SIZE")

@@ -15,11 +15,24 @@ from pathlib import Path
 from bench import corpus, serving
 from bench.exchange import Ask, exchange
 from bench.load import Idle, KeepAlive, Load, NewConnections
-from bench.makers import BARE, PLAIN, PLANS, SHORT_QUEUE, upload
+from bench.makers import (
+    BARE,
+    BY_SCRIPT,
+    BY_TABLE,
+    ENDLESS,
+    ENDLESS_ON_JEMALLOC,
+    PLAIN,
+    PLANS,
+    SHORT_QUEUE,
+    SOAKED,
+    TYPED,
+    upload,
+)
 from bench.making import Making, Paced
 from bench.result import Goal
 from bench.serving import Address, BenchError, Launch, Server
 from bench.site import FILE_NAMES, Content, Site, Variant
+from bench.soak import Soak
 from bench.work import Picture, Walk, make_walk
 
 _RIVALS = Path(__file__).parent / "rivals"
@@ -347,6 +360,29 @@ def _photo(name: str, walk: Walk, with_intermediates: float | None) -> Case:
     )
 
 
+def _typed(connections: int) -> Case:
+    return Case(
+        f"640 × 856 → 100 × 100 gray by t=, {connections} connections",
+        Content.MADE,
+        Making(connections, TYPED),
+        (PLAIN, BY_SCRIPT, BY_TABLE),
+        (
+            _rate(BY_SCRIPT, 0.90, PLAIN),
+            _cpu(BY_SCRIPT, None, PLAIN),
+            _rate(BY_TABLE, 0.98, PLAIN),
+            _cpu(BY_TABLE, None, PLAIN),
+        ),
+        _WORKERS,
+        _tell_published_made(connections),
+    )
+
+
+_SCRIPT = Suite(
+    "script",
+    "The same renditions by a type's name (t=), which a script in Lua or a table of the settings makes",
+    tuple((_typed(connections),) for connections in _PUBLISHED_MADE),
+)
+
 _ALONE = "latency of a tiny job, alone"
 _RESIZE = Suite(
     "resize",
@@ -370,7 +406,34 @@ _RESIZE = Suite(
     ),
 )
 
-SUITES = {suite.name: suite for suite in (_HELLO, _STATIC, _CONNECTIONS, _RESIZE)}
+_MEMORY = Suite(
+    "memory",
+    "What server and workers hold after very many jobs of all kinds; --quick does fewer",
+    (
+        *(
+            (
+                Case(
+                    f"100,000 mixed jobs, {name}",
+                    Content.MADE,
+                    Soak(100_000),
+                    (variant,),
+                    (
+                        Goal(variant.name, "growth", "at most", 10.0),
+                        Goal(variant.name, "rss_growth", "at most", None),
+                    ),
+                    _WORKERS,
+                ),
+            )
+            for name, variant in (
+                ("as it is installed", SOAKED),
+                ("no worker replaced", ENDLESS),
+                ("no worker replaced, on jemalloc", ENDLESS_ON_JEMALLOC),
+            )
+        ),
+    ),
+)
+
+SUITES = {suite.name: suite for suite in (_HELLO, _STATIC, _CONNECTIONS, _RESIZE, _SCRIPT, _MEMORY)}
 
 
 def make_site(folder: Path) -> Site:
