@@ -72,7 +72,8 @@ def _make_parser(suites: dict[str, Suite]) -> argparse.ArgumentParser:
         default=[],
         type=_named_url,
         metavar="NAME=URL",
-        help="a server that runs already: URL is asked of it in every case (requests/s only)",
+        help="a server that runs already: URL is asked of it in every case (requests/s only); {w}, {h} and {q} in it "
+        "are filled in where renditions are made",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument(

@@ -15,7 +15,7 @@ from pathlib import Path
 from bench import corpus
 from bench.exchange import Ask, read_metrics
 from bench.generators import start_wrk, stop_wrk, wait, write_wrk_script
-from bench.load import check_counts
+from bench.load import check_counts, summarise_cost
 from bench.makers import upload
 from bench.making import check_samples
 from bench.serving import BenchError, Cores, Server
@@ -62,7 +62,7 @@ class Soak:
             fresh.flush()
             script = write_wrk_script(*_write_mix(images, Path(fresh.name)))
             with start_wrk(script, address, "/", _CONNECTIONS, 1, cores) as wrk:
-                began, footprints = time.monotonic(), [_look(server)]
+                began, before, footprints = time.monotonic(), server.cpu_s(), [_look(server)]
                 first = progress = footprints[0].jobs
                 moved = began
                 while progress < first + wanted:
@@ -73,13 +73,13 @@ class Soak:
                         progress, moved = footprints[-1].jobs, time.monotonic()
                     elif time.monotonic() > moved + _STUCK_S:
                         raise BenchError(f"nothing moves after {progress - first:.0f} jobs")
-                passed = time.monotonic() - began
+                passed, now = time.monotonic() - began, server.cpu_s()
                 counts = stop_wrk([wrk])
         check_counts(server, counts)
         return {
             "jobs": progress - first,
             "rate": (progress - first) / passed,
-            "rss_mib": footprints[-1].resident / 2**20,
+            **summarise_cost(server, before, progress - first, passed, now),
             "growth": measure_growth([(footprint.jobs - first, footprint.own) for footprint in footprints]),
             "rss_growth": measure_growth([(footprint.jobs - first, footprint.resident) for footprint in footprints]),
         }

@@ -106,8 +106,20 @@ def _launch_nginx(site: Site, content: Content, processes: int) -> Launch:
 
 
 def running_already(name: str, address: Address, path: str) -> Variant:
-    """A server that somebody else has started."""
-    return Variant(name, False, lambda site, content, processes: Launch((), (address,) * processes), path=path)
+    """A server that somebody else has started. {w}, {h} and {q} in its path are filled in where there is a walk."""
+
+    def ask_for(site: Site, walk: Walk, address: Address) -> list[Ask]:
+        filled = [path.replace("{w}", str(task.width)).replace("{h}", str(task.height)) for task in walk.tasks]
+        is_told = "{w}" in path and "{h}" in path
+        return [
+            Ask(each.replace("{q}", str(task.quality)), 200, None, task=task if is_told else None)
+            for each, task in zip(filled, walk.tasks, strict=True)
+        ]
+
+    def launch(site: Site, content: Content, processes: int) -> Launch:
+        return Launch((), (address,) * processes)
+
+    return Variant(name, False, launch, path=path, ask_for=ask_for)
 
 
 TRANSPORT, STREAMS, AIOHTTP = _uvimg("transport"), _uvimg("streams"), _uvimg("aiohttp")

@@ -79,7 +79,7 @@ def make_walk(
 def check_picture(body: bytes, task: Task) -> None:
     """BenchError where these bytes are not the rendition: its format, its size, one channel where it is gray."""
     try:
-        image = pyvips.Image.new_from_buffer(body, "")
+        image = pyvips.Image.new_from_buffer(body, "", fail_on="error")
         loader = image.get("vips-loader")
         image.avg()
     except pyvips.Error as exc:
