@@ -7,12 +7,13 @@ import hashlib
 import http.client
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from ctypes.util import find_library
 from pathlib import Path
 
 from bench import corpus, serving
-from bench.exchange import Ask
+from bench.exchange import Ask, exchange, read_metrics
 from bench.serving import Address, BenchError, Launch
 from bench.site import Content, Site, Variant
 from bench.work import Picture, Task, Walk, draw, make_walk
@@ -132,6 +133,35 @@ BY_SCRIPT = _uvimg(
     lacks=_needs("script"),
     copies=_COPIES,
 )
+
+
+def _await_intermediates(address: Address, paths: list[str]) -> None:
+    """Ask for the first rendition of each, and wait until what uvimg keeps for the next ones is there."""
+    before = now = _count_names(address)
+    for path in paths:
+        exchange(address, Ask(path, 200, None))
+    deadline = still_since = time.monotonic()
+    while now == before or time.monotonic() < still_since + _STILL_S:
+        if time.monotonic() > deadline + _INTERMEDIATES_S:
+            raise BenchError("uvimg keeps no intermediates")
+        time.sleep(0.05)
+        if (names := _count_names(address)) != now:
+            now, still_since = names, time.monotonic()
+
+
+def _count_names(address: Address) -> float:
+    return sum(read_metrics(address, "uvimg_store_names").values())
+
+
+# All of an original's are given their names at once.
+_STILL_S = 1.0
+_INTERMEDIATES_S = 30.0
+
+UNREDUCED = _uvimg(
+    "uvimg, no intermediates", lambda folder: ("--intermediates-from=0",) if _knows("intermediates_from") else ()
+)
+REDUCED = _uvimg("uvimg, intermediates", settle=_await_intermediates, lacks=_needs("intermediates_from"))
+
 # As it is installed, and where nothing hides what a worker does not give back.
 SOAKED = _uvimg("uvimg")
 ENDLESS = _uvimg("uvimg, workers never replaced", lambda folder: ("--worker-jobs=0",))

@@ -23,9 +23,11 @@ from bench.makers import (
     ENDLESS_ON_JEMALLOC,
     PLAIN,
     PLANS,
+    REDUCED,
     SHORT_QUEUE,
     SOAKED,
     TYPED,
+    UNREDUCED,
     upload,
 )
 from bench.making import Making, Paced
@@ -366,8 +368,11 @@ def _photo(name: str, walk: Walk, with_intermediates: float | None) -> Case:
         f"photo of 2725 × 2225 → {name}",
         Content.MADE,
         Making(32, walk),
-        (PLAIN, BARE),
-        (_rate(PLAIN, 0.9, BARE), _cpu(PLAIN, None, BARE)),
+        (UNREDUCED, REDUCED, BARE),
+        (
+            *(_rate(UNREDUCED, 0.9, BARE), _cpu(UNREDUCED, None, BARE)),
+            *(_rate(REDUCED, with_intermediates, BARE), _cpu(REDUCED, None, BARE)),
+        ),
         _WORKERS,
     )
 
