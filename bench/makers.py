@@ -1,6 +1,7 @@
 """Who makes renditions: uvimg, set up so that every request is work, and loops that do the work without requests.
 
-Each has a fresh store with the picture in it, so that nothing one has made is there for another.
+Each has a fresh store with the picture in it, so that nothing one has made is there for another. What one makes is
+neither kept nor cached, and no two requests of a walk are equal.
 """
 
 import hashlib
@@ -19,6 +20,10 @@ from bench.site import Content, Site, Variant
 from bench.work import Picture, Task, Walk, draw, make_walk
 from uvimg import config
 
+# A level of intermediates takes a worker a tenth of a second, and all of them get their names at once.
+_STILL_S = 1.0
+_INTERMEDIATES_S = 30.0
+
 
 def upload(address: Address, data: bytes) -> None:
     """To uvimg. BenchError when it is not taken."""
@@ -30,7 +35,10 @@ def upload(address: Address, data: bytes) -> None:
         raise BenchError(f"uvimg answers an upload with {status}")
 
 
-def spell(task: Task) -> str:
+# uvimg
+
+
+def _spell(task: Task) -> str:
     """A task as uvimg's parameters."""
     place = f"w={task.width}&h={task.height}" + ("&p=4" if task.fit == "inside" else "")
     format = "" if task.format == "jpeg" else f"&f={task.format}"
@@ -42,18 +50,14 @@ def _spell_type(task: Task) -> str:
     return f"t=test_{task.width}x{task.height}_{task.quality}"
 
 
-def _no_flags(folder: Path) -> tuple[str, ...]:
-    return ()
-
-
 def _uvimg(
     name: str,
-    flags: Callable[[Path], tuple[str, ...]] = _no_flags,
-    spell: Callable[[Task], str] = spell,
+    flags: Callable[[Path], tuple[str, ...]] = lambda folder: (),
+    spell: Callable[[Task], str] = _spell,
     settle: Callable[[Address, list[str]], None] = lambda address, paths: None,
     lacks: Callable[[], str] = lambda: "",
     copies: int = 1,
-    run: tuple[str, ...] = (),
+    run: Callable[[], tuple[str, ...]] = lambda: (),
 ) -> Variant:
     """uvimg with more flags, which may need files in its folder, started by what `run` says.
 
@@ -65,7 +69,7 @@ def _uvimg(
         folder = Path(tempfile.mkdtemp(prefix="uvimg-", dir=site.folder))
         port = serving.find_port()
         command = (
-            *(*run, sys.executable, "-m", "uvimg", "serve"),
+            *(*run(), sys.executable, "-m", "uvimg", "serve"),
             *(f"--listen=127.0.0.1:{port}", f"--store=local:{folder / 'data'}"),
             *(f"--workers={processes}", "--save-new=0", "--cache-size=0", "--memo-size=0"),
             *("--no-access-log", "--log-level=warning", *flags(folder)),
@@ -94,17 +98,19 @@ def _needs(setting: str) -> Callable[[], str]:
     return lambda: "" if _knows(setting) else f"this uvimg has no setting {setting}"
 
 
-def _loop(name: str, module: str) -> Variant:
-    def launch(site: Site, content: Content, processes: int) -> Launch:
-        ports = [serving.find_port() for _ in range(processes)]
-        commands = tuple((sys.executable, "-m", module, str(port), str(site.folder / "pictures")) for port in ports)
-        return Launch(commands, tuple(("127.0.0.1", port) for port in ports), loops=True)
+# As many copies as it takes to have more different requests than connections with the shortest walk, `TYPED`.
+_COPIES = 4
+PLAIN = _uvimg("uvimg", copies=_COPIES)
 
-    def ask_for(site: Site, walk: Walk, address: Address) -> list[Ask]:
-        site.find(walk.picture)
-        return []
+# A flood fills its queue with few connections.
+SHORT_QUEUE = _uvimg(
+    "uvimg",
+    lambda folder: ("--slow-queue-limit=16",) if _knows("slow_queue_limit") else ("--queue-limit=16",),
+)
 
-    return Variant(name, False, launch, ask_for=ask_for)
+
+# Types. There may be 500 tables.
+TYPED = make_walk(Picture.SMALL, 100, 3, gray=True)
 
 
 def _write_tables(folder: Path) -> tuple[str, ...]:
@@ -120,11 +126,6 @@ def _write_tables(folder: Path) -> tuple[str, ...]:
     return (f"--config={file}",)
 
 
-# All that a table may hold are 500, so it is short, and each of its users gets copies of the picture.
-TYPED = make_walk(Picture.SMALL, 100, 3, gray=True)
-_COPIES = 4
-
-PLAIN = _uvimg("uvimg", copies=_COPIES)
 BY_TABLE = _uvimg("uvimg, types by table", _write_tables, _spell_type, lacks=_needs("types"), copies=_COPIES)
 BY_SCRIPT = _uvimg(
     "uvimg, types by script",
@@ -135,14 +136,17 @@ BY_SCRIPT = _uvimg(
 )
 
 
+# Intermediates
+
+
 def _await_intermediates(address: Address, paths: list[str]) -> None:
     """Ask for the first rendition of each, and wait until what uvimg keeps for the next ones is there."""
     before = now = _count_names(address)
     for path in paths:
         exchange(address, Ask(path, 200, None))
-    deadline = still_since = time.monotonic()
+    began = still_since = time.monotonic()
     while now == before or time.monotonic() < still_since + _STILL_S:
-        if time.monotonic() > deadline + _INTERMEDIATES_S:
+        if time.monotonic() > began + _INTERMEDIATES_S:
             raise BenchError("uvimg keeps no intermediates")
         time.sleep(0.05)
         if (names := _count_names(address)) != now:
@@ -153,28 +157,38 @@ def _count_names(address: Address) -> float:
     return sum(read_metrics(address, "uvimg_store_names").values())
 
 
-# All of an original's are given their names at once.
-_STILL_S = 1.0
-_INTERMEDIATES_S = 30.0
-
 UNREDUCED = _uvimg(
     "uvimg, no intermediates", lambda folder: ("--intermediates-from=0",) if _knows("intermediates_from") else ()
 )
 REDUCED = _uvimg("uvimg, intermediates", settle=_await_intermediates, lacks=_needs("intermediates_from"))
 
-# As it is installed, and where nothing hides what a worker does not give back.
+
+# Memory: as it is installed, and where no new worker hides what the old one did not give back.
 SOAKED = _uvimg("uvimg")
-ENDLESS = _uvimg("uvimg, workers never replaced", lambda folder: ("--worker-jobs=0",))
+ENDLESS = _uvimg("uvimg", lambda folder: ("--worker-jobs=0",))
 ENDLESS_ON_JEMALLOC = _uvimg(
-    "the same on jemalloc",
-    lambda folder: ("--worker-jobs=0",),
-    run=("env", f"LD_PRELOAD={find_library('jemalloc')}"),
-    lacks=lambda: "" if find_library("jemalloc") else "jemalloc is not installed: apt-get install libjemalloc2",
-)
-# A flood fills it with few connections.
-SHORT_QUEUE = _uvimg(
     "uvimg",
-    lambda folder: ("--slow-queue-limit=16",) if _knows("slow_queue_limit") else ("--queue-limit=16",),
+    lambda folder: ("--worker-jobs=0",),
+    lacks=lambda: "" if find_library("jemalloc") else "jemalloc is not installed: apt-get install libjemalloc2",
+    run=lambda: ("env", f"LD_PRELOAD={find_library('jemalloc')}"),
 )
+
+
+# Loops
+
+
+def _loop(name: str, module: str) -> Variant:
+    def launch(site: Site, content: Content, processes: int) -> Launch:
+        ports = [serving.find_port() for _ in range(processes)]
+        commands = tuple((sys.executable, "-m", module, str(port), str(site.folder / "pictures")) for port in ports)
+        return Launch(commands, tuple(("127.0.0.1", port) for port in ports), loops=True)
+
+    def ask_for(site: Site, walk: Walk, address: Address) -> list[Ask]:
+        site.find(walk.picture)
+        return []
+
+    return Variant(name, False, launch, ask_for=ask_for)
+
+
 BARE = _loop("bare libvips", "bench.rivals.bare_libvips")
 PLANS = _loop("the plans alone", "bench.rivals.plans")

@@ -7,14 +7,13 @@ answers a job, so the same engines do the same plans.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from bench.rivals.loop import Job, serve
 from bench.work import Task
-from uvimg.core import plan as planning
+from uvimg import imaging
 from uvimg.core.formats import FORMATS, recognise
 from uvimg.core.plan import Plan, Rules, Source, make_plan
 from uvimg.core.route import Params
@@ -51,11 +50,9 @@ def _plan(task: Task, source: Source, size: int) -> Plan:
 
 
 def _order(plan: Plan, source: Source) -> Render:
-    fields: dict[str, Any] = {"format": source.format, "plan": plan}
-    if "engine" in Render.__struct_fields__:
-        # As the images app chooses it.
-        fields["engine"] = getattr(planning, "choose_engine")(plan, source)  # noqa: B009
-    return Render(**fields)
+    # The images app's own way, where there is a choice of engines.
+    rendering: Callable[[Plan, Source], Render] | None = getattr(imaging, "rendering", None)
+    return rendering(plan, source) if rendering else Render(source.format, plan)
 
 
 if __name__ == "__main__":
