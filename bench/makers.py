@@ -126,9 +126,9 @@ def _write_tables(folder: Path) -> tuple[str, ...]:
     return (f"--config={file}",)
 
 
-BY_TABLE = _uvimg("uvimg, types by table", _write_tables, _spell_type, lacks=_needs("types"), copies=_COPIES)
+BY_TABLE = _uvimg("uvimg by a table type", _write_tables, _spell_type, lacks=_needs("types"), copies=_COPIES)
 BY_SCRIPT = _uvimg(
-    "uvimg, types by script",
+    "uvimg by a Lua type",
     lambda folder: (f"--script={Path(__file__).parent / 'types.lua'}",),
     _spell_type,
     lacks=_needs("script"),
@@ -158,9 +158,9 @@ def _count_names(address: Address) -> float:
 
 
 UNREDUCED = _uvimg(
-    "uvimg, no intermediates", lambda folder: ("--intermediates-from=0",) if _knows("intermediates_from") else ()
+    "uvimg without intermediates", lambda folder: ("--intermediates-from=0",) if _knows("intermediates_from") else ()
 )
-REDUCED = _uvimg("uvimg, intermediates", settle=_await_intermediates, lacks=_needs("intermediates_from"))
+REDUCED = _uvimg("uvimg with intermediates", settle=_await_intermediates, lacks=_needs("intermediates_from"))
 
 
 # Memory: as it is installed, and where no new worker hides what the old one did not give back.

@@ -45,6 +45,7 @@ _MIN_WARM_UP_S = 0.3
 _LEAST_MADE = 0.98
 # Longer than the slowest preparation, and than any request takes.
 _ORDER_S = 60.0
+_FAREWELL_S = 0.5
 # Until whatever a flood waits in is full.
 _FLOOD_S = 1.0
 _FLOOD_DELAY_MS = 100
@@ -260,5 +261,7 @@ def _order_all(server: Server, orders: Sequence[Order]) -> list[Done]:
             lines = [stack.enter_context(connection.makefile("rb")).readline() for connection in connections]
             return [msgspec.json.decode(line, type=Done) for line in lines]
         except (OSError, msgspec.DecodeError) as exc:
+            # Its connections end a moment before it does.
+            time.sleep(_FAREWELL_S)
             server.check_alive()
             raise BenchError(f"{server.name} did not do as it was told: {exc}") from None

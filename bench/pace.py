@@ -56,6 +56,8 @@ def pace(address: Address, paths: list[str], rate: float, seconds: float) -> tup
         due.put(None)
     for thread in threads:
         thread.join()
+    if lost := int(rate * seconds) - len(took_ms) - wrong.total():
+        wrong["no connection"] += lost
     return took_ms, wrong
 
 

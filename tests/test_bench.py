@@ -64,6 +64,12 @@ Percentage of the requests served within a certain time (ms)
 """
 
 
+# In CI they have to be there.
+needs_wrk = pytest.mark.skipif(
+    not (shutil.which("wrk") and shutil.which("ss")) and "CI" not in os.environ, reason="wrk or ss is not installed"
+)
+
+
 def make_result(
     variant: str, cpu_us: tuple[float, ...], *, ours: bool, case: str = "tiny", rate: float = 1.0
 ) -> Result:
@@ -165,6 +171,27 @@ def test_a_client_that_keeps_its_pace_counts_from_when_a_request_was_due() -> No
     assert (len(took_ms), wrong) == (30, {})
     # Thirty at twice the rate that it can keep: the last waits for half of them.
     assert max(took_ms) > 200 > 20 <= min(took_ms)
+
+
+@needs_wrk
+def test_latency_beside_a_lane_that_turned_nobody_away_is_none(tmp_path: Path) -> None:
+    walk = make_walk(Picture.SMALL, 100, 0)
+    asks = [Ask("/", 200, None)] * 2 * len(walk.tasks)
+    patient = serve(make_variant("patient"), tmp_path)
+    try:
+        with pytest.raises(BenchError, match="their lane was not full"):
+            Paced(50.0, walk, walk, 4).run(patient, asks, serving.share_cores(1), 0.2)
+    finally:
+        patient.stop()
+
+
+def test_a_client_that_keeps_its_pace_tells_what_was_not_answered_rightly(tmp_path: Path) -> None:
+    full = serve(make_variant("full", 3, FAULT), tmp_path)
+    try:
+        took_ms, wrong = pace(full.addresses[0], ["/"], 200.0, 0.15)
+    finally:
+        full.stop()
+    assert (len(took_ms), wrong) == (20, {"status 500": 10})
 
 
 def test_what_a_child_spent_that_has_ended_counts_with_its_parent(tmp_path: Path) -> None:
@@ -284,6 +311,11 @@ def make_variant(name: str, every: int = 0, bad: str = "", program: str = "") ->
     return Variant(name, True, launch, program)
 
 
+def serve(variant: Variant, folder: Path) -> serving.Server:
+    launch = variant.launch(Site(folder, {}, {}, ""), Content.TINY, 1)
+    return serving.Server(variant.name, launch, serving.share_cores(1), folder / "log")
+
+
 def run(*servers: Variant, variety: Variety = "same", arguments: tuple[str, ...] = ()) -> int:
     case = Case(
         "a case", Content.TINY, KeepAlive(4, variety), servers, (Goal("right", "cpu_us", "at most", 1.0, "right"),)
@@ -294,12 +326,6 @@ def run(*servers: Variant, variety: Variety = "same", arguments: tuple[str, ...]
         return Site(folder, {Content.TINY: "/"}, {Content.TINY: b"yes"}, "")
 
     return main(["planted", "--seconds=0.3", "--rounds=1", *arguments], suites, make_site)
-
-
-# In CI they have to be there.
-needs_wrk = pytest.mark.skipif(
-    not (shutil.which("wrk") and shutil.which("ss")) and "CI" not in os.environ, reason="wrk or ss is not installed"
-)
 
 
 @needs_wrk
@@ -340,9 +366,8 @@ def test_renditions_are_made_by_servers_and_loops_and_whoever_makes_none_fails(
     made = Case("made", Content.MADE, Making(4, walk), (makers.PLAIN, makers.BARE, makers.PLANS), goals)
     paced = Case("paced", Content.MADE, Paced(50.0, walk), (makers.PLAIN,))
     suites = {"planted": Suite("planted", "A test", ((made, paced),))}
-    launch = make_variant("lazy").launch(Site(tmp_path, {}, {}, ""), Content.MADE, 1)
-    lazy = serving.Server("lazy", launch, serving.share_cores(1), tmp_path / "log")
-    arguments = ["planted", "--seconds=0.3", "--rounds=1", f"--json={tmp_path / 'now.json'}"]
+    lazy = serve(make_variant("lazy"), tmp_path)
+    arguments = ["planted", "--seconds=0.5", "--rounds=1", f"--json={tmp_path / 'now.json'}"]
     arguments.append(f"--against=lazy=http://127.0.0.1:{lazy.addresses[0][1]}/?w={{w}}&h={{h}}")
     try:
         assert main(arguments, suites, lambda folder: Site(folder, {}, {}, "")) == 1

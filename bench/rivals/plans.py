@@ -6,32 +6,40 @@ What a request costs above this is what the service and the pool cost. It calls 
 answers a job, so the same engines do the same plans.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from bench.rivals.loop import Job, serve
+from bench.rivals import loop
 from bench.work import Task
 from uvimg import imaging
 from uvimg.core.formats import FORMATS, recognise
 from uvimg.core.plan import Plan, Rules, Source, make_plan
 from uvimg.core.route import Params
-from uvimg.imaging import Inspect, Inspected, Limits, Render, Rendered, worker
+from uvimg.imaging import Inspect, Inspected, Job, Limits, Render, Rendered, Reply, worker
+
+# Behind the job and the original: what scripted types need, which no plan does.
+_REST = (None,) * (len(inspect.signature(worker._answer).parameters) - 2)
+
+
+def _answer(job: Job, original: worker.Original) -> tuple[Reply, bytes]:
+    return worker._answer(job, original, *_REST)
 
 
 def _carry_out(data: bytes, job: Render) -> bytes:
     with worker.Original(data, None, len(data)) as original:
-        answer, body = worker._answer(job, original)
+        answer, body = _answer(job, original)
     assert isinstance(answer, Rendered), answer
     return body
 
 
-def _prepare(data: bytes, tasks: Sequence[Task]) -> list[Job]:
+def _prepare(data: bytes, tasks: Sequence[Task]) -> list[loop.Job]:
     format = recognise(data[:64])
     assert format is not None
     with worker.Original(data, None, len(data)) as original:
-        inspected, _ = worker._answer(Inspect(format, Limits()), original)
+        inspected, _ = _answer(Inspect(format, Limits()), original)
     assert isinstance(inspected, Inspected), inspected
     source = inspected.source
     return [partial(_carry_out, data, _order(_plan(task, source, len(data)), source)) for task in tasks]
@@ -57,4 +65,4 @@ def _order(plan: Plan, source: Source) -> Render:
 
 if __name__ == "__main__":
     worker._set_up_libvips(FORMATS)
-    serve(int(sys.argv[1]), Path(sys.argv[2]), _prepare)
+    loop.serve(int(sys.argv[1]), Path(sys.argv[2]), _prepare)
