@@ -424,30 +424,19 @@ _RESIZE = Suite(
     ),
 )
 
+
+def _soak(name: str, variant: Variant) -> Case:
+    growth = Goal(variant.name, "growth", "at most", 10.0), Goal(variant.name, "rss_growth", "at most", None)
+    return Case(f"100,000 mixed jobs, {name}", Content.MADE, Soak(100_000), (variant,), growth, _WORKERS)
+
+
 _MEMORY = Suite(
     "memory",
     "What server and workers hold after very many jobs of all kinds; --quick does fewer",
     (
-        *(
-            (
-                Case(
-                    f"100,000 mixed jobs, {name}",
-                    Content.MADE,
-                    Soak(100_000),
-                    (variant,),
-                    (
-                        Goal(variant.name, "growth", "at most", 10.0),
-                        Goal(variant.name, "rss_growth", "at most", None),
-                    ),
-                    _WORKERS,
-                ),
-            )
-            for name, variant in (
-                ("as it is installed", SOAKED),
-                ("no worker replaced", ENDLESS),
-                ("no worker replaced, on jemalloc", ENDLESS_ON_JEMALLOC),
-            )
-        ),
+        (_soak("as it is installed", SOAKED),),
+        (_soak("no worker replaced", ENDLESS),),
+        (_soak("no worker replaced, on jemalloc", ENDLESS_ON_JEMALLOC),),
     ),
 )
 
