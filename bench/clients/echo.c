@@ -25,6 +25,7 @@
 #define STEP_NS 10000
 #define STEPS 200000 /* two seconds; what takes longer is counted in the last */
 #define MARK_BYTES 16
+#define PATIENCE_NS 5000000000u
 
 typedef struct {
     int fd;
@@ -36,7 +37,7 @@ typedef struct {
 
 static size_t message_bytes;
 static unsigned char *message, *incoming;
-static int poll_fd;
+static int poll_fd, in_flight;
 static uint64_t begin_ns, end_ns;
 static uint64_t messages, least_ns = UINT64_MAX, greatest_ns;
 static double sum_ns, sum_of_squares_ns;
@@ -115,7 +116,10 @@ static void finish_message(Connection *connection, uint64_t now) {
         uint64_t step = took / STEP_NS;
         histogram[step < STEPS ? step : STEPS - 1]++;
     }
-    start_message(connection, now);
+    if (now < end_ns)
+        start_message(connection, now);
+    else
+        in_flight--;
 }
 
 static void receive(Connection *connection) {
@@ -169,7 +173,13 @@ int main(int argc, char **argv) {
     end_ns = begin_ns + (uint64_t)(seconds * 1e9);
     for (int i = 0; i < count; i++) start_message(&connections[i], start);
     struct epoll_event events[256];
-    for (uint64_t now = start; now < end_ns; now = now_ns()) {
+    in_flight = count;
+    /* Nobody is cut off in the middle; a server that does not give back its last messages has failed. */
+    while (in_flight) {
+        if (now_ns() > end_ns + PATIENCE_NS) {
+            errno = ETIMEDOUT;
+            fail("waiting for the last messages");
+        }
         int ready = epoll_wait(poll_fd, events, 256, 100);
         for (int i = 0; i < ready; i++) {
             Connection *connection = events[i].data.ptr;
