@@ -39,7 +39,7 @@ def summarise(counted: Counted, message_bytes: int) -> dict[str, float]:
         "deviation_percent": deviation / mean * 100,
         "p50_ms": find_percentile(counted, 0.50) / 1e6,
         "p99_ms": find_percentile(counted, 0.99) / 1e6,
-        "client_load": counted.client_cpu_s / counted.seconds * 100,
+        "client": counted.client_cpu_s / counted.seconds * 100,
     }
 
 
