@@ -19,16 +19,17 @@ ROOMS: dict[str, set[str]] = {
     **{room: {"core"} for room in BACK},
     "apps": BACK | {"core"},
     "service": BACK | {"apps", "core"},
-    "assembly": BACK | {"service", "apps", "core", "config", "logs"},
+    "assembly": BACK | {"service", "apps", "core", "config", "cores", "logs"},
     # config for the type alone: web hands the settings on to assembly.
     "web": BACK | {"assembly", "service", "apps", "core", "config", "systemd"},
-    "supervisor": {"web", "core", "config", "logs", "systemd"},
+    "supervisor": {"web", "core", "config", "cores", "logs", "systemd"},
     "app": BACK | {"supervisor", "web", "assembly", "service", "apps", "core", "config", "logs", "systemd"},
     "cli": BACK | {"app", "supervisor", "web", "assembly", "service", "apps", "core", "config", "logs"},
     "gunicorn": BACK | {"app", "web", "assembly", "core", "config", "logs"},
     "__main__": {"cli"},
     # Beside the rooms; assembly and what stands above it alone look into these.
     "config": {"core"},
+    "cores": {"core"},
     "logs": {"core"},
     "systemd": {"core"},
 }

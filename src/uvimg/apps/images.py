@@ -23,6 +23,7 @@ import msgspec
 from uvimg.cache import Cache
 from uvimg.core.access import AccessRules, Network, find_client, is_cross_site, is_rebound
 from uvimg.core.address import Digest, image_name, original_of, rendition_name, renditions_prefix
+from uvimg.core.cost import choose_lane
 from uvimg.core.errors import (
     BadParameter,
     BadRequest,
@@ -338,7 +339,8 @@ class Images:
         content = await self._fetch(original, original)
         try:
             source = _decode_facts(original.facts).source
-            rendered, body = await self._pool.run(Render(source.format, plan), content, "renditions")
+            lane = choose_lane(plan, source, "libvips")
+            rendered, body = await self._pool.run(Render(source.format, plan), content, lane)
         finally:
             _close(content)
         assert isinstance(rendered, Rendered)
