@@ -20,9 +20,10 @@ from urllib.parse import quote
 
 import msgspec
 
+from uvimg.apps.renditions import close, hash_bytes, is_whole, keep_rendition
 from uvimg.cache import Cache
 from uvimg.core.access import AccessRules, Network, find_client, is_cross_site, is_rebound
-from uvimg.core.address import Digest, image_name, original_of, rendition_name, renditions_prefix
+from uvimg.core.address import Digest, image_name, rendition_name, renditions_prefix
 from uvimg.core.errors import (
     BadParameter,
     BadRequest,
@@ -120,8 +121,6 @@ _LONGEST_KNOWN = 256
 
 # Renditions on their way into a slow store, held in memory meanwhile; more are not kept.
 _MAX_KEEPING_BYTES = 256 << 20
-# Hashing this much takes a fifth of a millisecond; more is worth waking a thread for.
-_HASH_AT_ONCE_BYTES = 262_144
 
 
 def _route(request: Request) -> Query:
@@ -273,17 +272,17 @@ class Images:
         self, answer: Whole | Part, record: Record, body: Content | None, origin: str
     ) -> Response | None:
         """The answer when the body is there and whole; what else it may be takes a second look."""
-        if body is not None and _is_whole(record, body):
+        if body is not None and is_whole(record, body):
             return self._answer_image(answer, record, body, origin)
-        _close(body)
+        close(body)
         return None
 
     async def _fetch(self, original: Record, record: Record) -> Content:
         """The blob of an image or of its rendition. NotFound where the image has been deleted meanwhile."""
         content = await self._store.get(record.digest)
-        if content is not None and _is_whole(record, content):
+        if content is not None and is_whole(record, content):
             return content
-        _close(content)
+        close(content)
         if await self._store.record(image_name(original.digest.hex())) is None:
             raise NotFound()
         # A cut file would be sent as if it were all of it.
@@ -340,12 +339,12 @@ class Images:
             source = _decode_facts(original.facts).source
             rendered, body = await self._pool.run(Render(source.format, plan), content, "renditions")
         finally:
-            _close(content)
+            close(content)
         assert isinstance(rendered, Rendered)
         if rendered.as_original:
             record = msgspec.structs.replace(original, facts=b"")
         else:
-            digest = await _hash(body)
+            digest = await hash_bytes(body)
             record = Record(digest, len(body), media_type(rendered.format), int(time.time()))
         rendition = Rendition(record, None if rendered.as_original else body)
         if self._settings.save_new == 1 and self._keeping_bytes + len(body) <= _MAX_KEEPING_BYTES:
@@ -358,16 +357,7 @@ class Images:
     async def _keep(self, name: bytes, rendition: Rendition) -> None:
         """Put a rendition into the store. Nobody waits for it, and nothing is lost when it fails."""
         try:
-            if rendition.body is None:
-                await self._store.bind([name], rendition.record)
-            else:
-                async with self._store.incoming() as incoming:
-                    await incoming.write(rendition.body)
-                    await incoming.finish()
-                    await self._store.bind([name], rendition.record, incoming)
-            # Deleting takes the original's names first and looks for renditions then: one of the two sees this one.
-            if await self._store.record(original_of(name)) is None:
-                await self._store.unbind([name])
+            await keep_rendition(self._store, name, rendition.record, rendition.body)
         except UvimgError as exc:
             log.warning("a rendition could not be kept: %s", exc.detail)
         finally:
@@ -433,7 +423,7 @@ class Images:
                 try:
                     inspected, _ = await self._pool.run(Inspect(format, self._settings.limits), content, "uploads")
                 finally:
-                    _close(content)
+                    close(content)
                 assert isinstance(inspected, Inspected)
                 facts = _encode_facts(Facts(md5.hexdigest(), inspected.source))
                 record = Record(digest, incoming.size, media_type(inspected.source.format), int(time.time()), facts)
@@ -574,24 +564,9 @@ async def _bounded(body: AsyncIterable[bytes], max_bytes: int) -> AsyncIterator[
         yield chunk
 
 
-async def _hash(data: bytes) -> Digest:
-    if len(data) <= _HASH_AT_ONCE_BYTES:
-        return hashlib.sha256(data).digest()
-    return await asyncio.to_thread(lambda: hashlib.sha256(data).digest())
-
-
 def _etag(record: Record) -> str:
     """Strong, from the hash of the very bytes that are sent."""
     return f'"{record.digest.hex()[:32]}"'
-
-
-def _is_whole(record: Record, content: Content) -> bool:
-    return (content.size if isinstance(content, FilePart) else len(content)) == record.size
-
-
-def _close(content: Content | None) -> None:
-    if isinstance(content, FilePart):
-        content.close()
 
 
 # Telling
