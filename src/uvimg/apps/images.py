@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from uvimg.apps.intermediates import Intermediates
 from uvimg.apps.renditions import close, hash_bytes, is_whole, keep_rendition
 from uvimg.cache import Cache
 from uvimg.core.access import AccessRules, Network, find_client, is_cross_site, is_rebound
@@ -34,6 +35,7 @@ from uvimg.core.errors import (
     NotFound,
     RangeNotSatisfiable,
     TooLarge,
+    Undecodable,
     UnsupportedType,
     UvimgError,
 )
@@ -142,10 +144,15 @@ class Images:
     name = "images"
 
     def __init__(
-        self, settings: ImagesSettings, store: Store, pool: Pool, cache: Cache[tuple[Digest, str], Rendition]
+        self,
+        settings: ImagesSettings,
+        store: Store,
+        pool: Pool,
+        cache: Cache[tuple[Digest, str], Rendition],
+        intermediates: Intermediates,
     ) -> None:
         self._settings = settings
-        self._store, self._pool, self._cache = store, pool, cache
+        self._store, self._pool, self._cache, self._intermediates = store, pool, cache, intermediates
         self._keeping: set[asyncio.Task[None]] = set()
         self._keeping_bytes = 0
 
@@ -334,13 +341,7 @@ class Images:
                 content.close()
                 return Rendition(record, None), "store"
             return Rendition(record, content), "store"
-        content = await self._fetch(original, original)
-        try:
-            source = _decode_facts(original.facts).source
-            rendered, body = await self._pool.run(Render(source.format, plan), content, "renditions")
-        finally:
-            close(content)
-        assert isinstance(rendered, Rendered)
+        rendered, body = await self._render(original, plan)
         if rendered.as_original:
             record = msgspec.structs.replace(original, facts=b"")
         else:
@@ -353,6 +354,28 @@ class Images:
             self._keeping.add(task)
             task.add_done_callback(self._keeping.discard)
         return rendition, "made"
+
+    async def _render(self, original: Record, plan: Plan) -> tuple[Rendered, bytes]:
+        """Have a plan carried out, on an intermediate where one will do."""
+        source = _decode_facts(original.facts).source
+        start = await self._intermediates.find(original, source, plan)
+        if start is not None:
+            try:
+                return await self._run(start.source, start.plan, start.content)
+            except Undecodable:
+                await self._intermediates.forget(original, source, "not to be decoded")
+        rendered = await self._run(source, plan, await self._fetch(original, original))
+        self._intermediates.want(original, source)
+        return rendered
+
+    async def _run(self, source: Source, plan: Plan, content: Content) -> tuple[Rendered, bytes]:
+        """A job for a worker. Closes the content."""
+        try:
+            rendered, body = await self._pool.run(Render(source.format, plan), content, "renditions")
+        finally:
+            close(content)
+        assert isinstance(rendered, Rendered)
+        return rendered, body
 
     async def _keep(self, name: bytes, rendition: Rendition) -> None:
         """Put a rendition into the store. Nobody waits for it, and nothing is lost when it fails."""

@@ -58,13 +58,17 @@ class Rules:
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Decode `frames` frames, turn them upright, bring them to sRGB (or gray), scaled to width × height."""
+    """Decode `frames` frames, turn them upright, bring them to sRGB (or gray), scaled to width × height.
+
+    `fast` leaves as much of the scaling as can be to the decoder of a JPEG.
+    """
 
     width: int
     height: int
     frames: int
     managed: bool
     gray: bool
+    fast: bool = False
 
 
 class Crop(msgspec.Struct, frozen=True, tag=True):
@@ -123,7 +127,8 @@ class Plan(msgspec.Struct, frozen=True):
 def _spell(step: Step) -> str:
     match step:
         case Load():
-            return f"{step.width}x{step.height}" + (f"x{step.frames}" if step.frames > 1 else "")
+            frames = f"x{step.frames}" if step.frames > 1 else ""
+            return f"{step.width}x{step.height}{frames}" + (".fast" if step.fast else "")
         case Crop():
             return f"c{step.left}.{step.top}.{step.width}.{step.height}"
         case Rotate():
