@@ -4,6 +4,7 @@ Order matters: the store is opened first (what is wrong with it is found at once
 Below `web`, so that an aiohttp application of ours can start a service in somebody else's process.
 """
 
+import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +17,7 @@ from uvimg import __version__, config, logs
 from uvimg.apps.images import Images, ImagesSettings, Rendition, weigh
 from uvimg.apps.intermediates import Intermediates
 from uvimg.apps.operations import PATHS, Health, Operations, OperationsSettings, judge_health
+from uvimg.apps.recoding import Recoder
 from uvimg.cache import Cache
 from uvimg.config import Settings
 from uvimg.core.access import parse_network, parse_rules
@@ -75,9 +77,15 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
                 metrics.info = {"version": __version__, "libvips": ready.libvips}
                 # One that drains looks whether others serve.
                 await metrics.publish()
+                recoder = Recoder(store, pool)
+                metrics.watch(lambda: _read_recoder(recoder))
+                recoding = asyncio.create_task(recoder.run()) if settings.recode else None
                 try:
                     yield Assembled(service, Service(operations, access_log, version, metrics), ready)
                 finally:
+                    if recoding is not None:
+                        recoding.cancel()
+                        await asyncio.gather(recoding, return_exceptions=True)
                     await intermediates.stop()
                     await images.drain()
             finally:
@@ -144,6 +152,12 @@ def _read_intermediates(intermediates: Intermediates) -> Iterator[Reading]:
     yield Reading("uvimg_intermediates_made_bytes", (), counts.made_bytes)
     yield Reading("uvimg_intermediates_failed", (), counts.failed)
     yield Reading("uvimg_intermediates_used", (), counts.used)
+
+
+def _read_recoder(recoder: Recoder) -> Iterator[Reading]:
+    yield Reading("uvimg_recoded", ("smaller",), recoder.counts.smaller)
+    yield Reading("uvimg_recoded", ("left",), recoder.counts.left)
+    yield Reading("uvimg_recoded_saved_bytes", (), recoder.counts.saved_bytes)
 
 
 def _read_store(store: Store) -> Iterator[Reading]:
@@ -224,6 +238,7 @@ def _images_settings(settings: Settings) -> ImagesSettings:
         formats=cast(tuple[Format, ...], settings.allowed_types),
         max_bytes=settings.max_size,
         save_new=int(settings.save_new),
+        recode=settings.recode,
         disable_args=settings.disable_args,
         upload_rule=parse_rules(settings.upload_rule),
         download_rule=parse_rules(settings.download_rule),

@@ -255,6 +255,11 @@ class Settings:
         low=1,
         high=1000,
     )
+    recode: bool = _setting(
+        False,
+        _STORE,
+        "While nothing else is to do, replace kept renditions by smaller ones that their encoder took longer over.",
+    )
     cache_size: int = _setting(64 << 20, _STORE, "Memory for renditions at hand; 0 for none.", low=0, unit="bytes")
     memo_size: int = _setting(
         64 << 20,

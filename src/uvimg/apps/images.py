@@ -47,7 +47,7 @@ from uvimg.core.plan import Plan, Rules, Source, make_plan
 from uvimg.core.route import Describe, Options, Page, Params, Query, Remove, Show, Upload, face_of, read_fields, route
 from uvimg.imaging import Inspect, Inspected, Limits, Render, Rendered
 from uvimg.imaging.pool import Pool
-from uvimg.store import Incoming, Record, Store
+from uvimg.store import Incoming, Near, Record, Store
 
 log = logging.getLogger("uvimg.images")
 
@@ -68,6 +68,7 @@ class ImagesSettings:
     formats: tuple[Format, ...]
     max_bytes: int
     save_new: int
+    recode: bool
     disable_args: bool
     upload_rule: AccessRules
     download_rule: AccessRules
@@ -112,6 +113,10 @@ class _Staged:
     md5: str
 
 
+class _CodedAnew(Exception):
+    """A rendition has another blob by now."""
+
+
 _encode_facts = msgspec.msgpack.Encoder().encode
 _decode_facts = msgspec.msgpack.Decoder(Facts).decode
 _encode_json = msgspec.json.Encoder().encode
@@ -123,6 +128,11 @@ _LONGEST_KNOWN = 256
 
 # Renditions on their way into a slow store, held in memory meanwhile; more are not kept.
 _MAX_KEEPING_BYTES = 256 << 20
+
+
+def read_source(original: Record) -> Source:
+    """The facts about an original that its record holds."""
+    return _decode_facts(original.facts).source
 
 
 def _route(request: Request) -> Query:
@@ -236,9 +246,10 @@ class Images:
                 return answer
             return self._answer_at_hand(answer, original, near.get(original.digest), "original")
         _, key = self._plan(params, original.digest, original.facts, original.size)
-        found, origin = self._cache.peek((original.digest, key)), "cache"
+        name = rendition_name(original.digest, key)
+        found, origin = self._peek((original.digest, key), name, near), "cache"
         if found is None:
-            record = near.record(rendition_name(original.digest, key))
+            record = near.record(name)
             if record is None:
                 return None
             found, origin = Rendition(record, None), "store"
@@ -248,12 +259,23 @@ class Images:
         body = found.body if found.body is not None else near.get(found.record.digest)
         return self._answer_at_hand(answer, found.record, body, origin)
 
+    def _peek(self, key: tuple[Digest, str], name: bytes, near: Near) -> Rendition | None:
+        """A rendition that is at hand, and has not been coded anew by any process."""
+        found = self._cache.peek(key)
+        if found is None or not self._settings.recode:
+            return found
+        record = near.record(name)
+        if record is None or record.digest == found.record.digest:
+            return found
+        self._cache.forget(lambda known: known == key)
+        return None
+
     async def _show(self, request: Request, query: Show) -> Response:
         original = await self._store.record(image_name(query.image_id))
         if original is None:
             raise NotFound()
         params = self._effective(query.params)
-        record, body, origin = original, None, "original"
+        record, body, origin, key = original, None, "original", ""
         if not params.original:
             plan, key = self._plan(params, original.digest, original.facts, original.size)
             # Unless it is our own maker that goes, it is that of another request.
@@ -269,7 +291,11 @@ class Images:
         answer = self._choose_answer(request, record)
         if isinstance(answer, Response):
             return answer
-        content = await self._fetch(original, record) if body is None else body
+        try:
+            content = await self._fetch(original, record, key) if body is None else body
+        except _CodedAnew:
+            # Since it was found, and once only.
+            return await self._show(request, query)
         return self._answer_image(answer, record, content, origin)
 
     def _effective(self, params: Params) -> Params:
@@ -284,14 +310,16 @@ class Images:
         close(body)
         return None
 
-    async def _fetch(self, original: Record, record: Record) -> Content:
-        """The blob of an image or of its rendition. NotFound where the image has been deleted meanwhile."""
+    async def _fetch(self, original: Record, record: Record, key: str = "") -> Content:
+        """The blob of an image, or of its rendition `key`. NotFound where the image has been deleted meanwhile."""
         content = await self._store.get(record.digest)
         if content is not None and is_whole(record, content):
             return content
         close(content)
         if await self._store.record(image_name(original.digest.hex())) is None:
             raise NotFound()
+        if key and await self._store.record(rendition_name(original.digest, key)) not in (None, record):
+            raise _CodedAnew
         # A cut file would be sent as if it were all of it.
         log.error("the blob %s is missing from the store, or cut", record.digest.hex())
         raise UvimgError("The image's bytes are missing from the store.")
@@ -357,7 +385,7 @@ class Images:
 
     async def _render(self, original: Record, plan: Plan) -> tuple[Rendered, bytes]:
         """Have a plan carried out, on an intermediate where one will do."""
-        source = _decode_facts(original.facts).source
+        source = read_source(original)
         start = await self._intermediates.find(original, source, plan)
         if start is not None:
             try:

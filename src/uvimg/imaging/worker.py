@@ -420,7 +420,9 @@ def _write(image: Image, encode: Encode) -> bytes:
     """The bytes of a rendition. No metadata comes along."""
     match encode.format:
         case "jpeg":
-            written = image.jpegsave_buffer(Q=encode.quality, optimize_coding=True, keep="none")
+            # libvips leaves the second out where its libjpeg is not MozJPEG's.
+            slow = {"trellis_quant": True, "overshoot_deringing": True} if encode.effort else {}
+            written = image.jpegsave_buffer(Q=encode.quality, optimize_coding=True, keep="none", **slow)
         case "png":
             written = image.pngsave_buffer(compression=encode.effort, keep="none")
         case "webp":
