@@ -318,7 +318,7 @@ def test_two_processes_that_make_the_same_ones_keep_them_once(start_server: Call
 
 @pytest.fixture
 async def pool() -> AsyncIterator[Pool]:
-    running = Pool(PoolSettings(1, 100, 30.0, 4 << 30, 0, "auto", ("jpeg",)))
+    running = Pool(PoolSettings(1, 100, 100, 30.0, 4 << 30, 0, "auto", ("jpeg",)))
     await running.start()
     yield running
     await running.stop()
@@ -336,8 +336,8 @@ async def test_none_is_made_while_the_workers_have_something_else_to_do(pool: Po
     (worker,) = pool.pids
     os.kill(worker, signal.SIGSTOP)
     plan = Plan((Load(50, 33, 1, managed=False, gray=False), Encode("jpeg", 75, 0)))
-    busy = asyncio.create_task(pool.run(Render("jpeg", plan), data, "renditions"))
-    while pool.idle:
+    busy = asyncio.create_task(pool.run(Render("jpeg", plan), data, "fast"))
+    while not pool.workers[0]:
         await asyncio.sleep(0.001)
     for _ in range(100):
         made.want(original, source)

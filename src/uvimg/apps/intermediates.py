@@ -159,7 +159,7 @@ class Intermediates:
         names = [rendition_name(original.digest, level.key) for level in levels]
         if await self._store.record(names[-1]) is not None:
             return
-        if self._pool.waiting or not self._pool.idle:
+        if not self._pool.is_quiet:
             raise Overloaded()
         bodies: list[bytes] = []
         above = source
