@@ -30,7 +30,7 @@ ROOMS: dict[str, set[str]] = {
     # Beside the rooms; assembly and what stands above it alone look into these.
     "config": {"core"},
     "cores": {"core"},
-    "logs": {"core", "service"},
+    "logs": {"core"},
     "systemd": {"core"},
 }
 # It waits, it looks at the clock or the machine, or it does things.
@@ -134,3 +134,10 @@ def test_the_server_does_not_load_libvips() -> None:
     code = "import sys, uvimg.imaging.worker; print('pyvips' in sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert loaded.split() == ["True"]
+
+
+def test_the_supervisor_loads_nothing_that_serves() -> None:
+    code = "import sys, uvimg.cli, uvimg.supervisor; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    heavy = {"prometheus_client", "aiohttp", "uvloop", "lmdb", "pyvips", "uvimg.service", "uvimg.app", "uvimg.imaging"}
+    assert heavy.intersection(loaded) == set()

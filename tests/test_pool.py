@@ -776,7 +776,7 @@ def large_interlaced_png() -> bytes:
 async def test_an_image_that_needs_more_memory_than_a_worker_has_is_refused_by_a_worker_that_lives_on(
     start_pool: StartPool,
 ) -> None:
-    pool = await start_pool(memory_bytes=512 << 20)
+    pool = await start_pool(memory_bytes=352 << 20)
     worker = pool.pids
     data = large_interlaced_png()
     with pytest.raises(BeyondLimits, match="memory"):

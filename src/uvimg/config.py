@@ -241,6 +241,25 @@ class Settings:
         _STORE,
         "Which renditions are kept in the store: 0 none, 1 all, 2 only those of scripted types (there are none yet).",
     )
+    intermediates_from: int = _setting(
+        2_000_000,
+        _STORE,
+        "Pixels from which on reduced versions of a JPEG are kept too, whatever save_new says, so that later "
+        "renditions take a fraction of the work; 0 for none.",
+        low=0,
+    )
+    intermediates_percent: int = _setting(
+        100,
+        _STORE,
+        "Most bytes that all reduced versions of an original may take, in percent of its own; usually it is half.",
+        low=1,
+        high=1000,
+    )
+    recode: bool = _setting(
+        False,
+        _STORE,
+        "While nothing else is to do, replace kept renditions by smaller ones that their encoder took longer over.",
+    )
     cache_size: int = _setting(64 << 20, _STORE, "Memory for renditions at hand; 0 for none.", low=0, unit="bytes")
     memo_size: int = _setting(
         64 << 20,

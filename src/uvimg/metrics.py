@@ -76,6 +76,12 @@ _FAMILIES = {
     "uvimg_worker_restarts": _Family(
         "counter", "Image workers replaced: died, or at the end of their count.", ("reason",)
     ),
+    "uvimg_intermediates_made": _Family("counter", "Reduced versions of large originals that were made and kept."),
+    "uvimg_intermediates_made_bytes": _Family("counter", "What these took when they were made."),
+    "uvimg_intermediates_failed": _Family("counter", "Originals of which none could be made or kept."),
+    "uvimg_intermediates_used": _Family("counter", "Renditions that were begun from a reduced version."),
+    "uvimg_recoded": _Family("counter", "Kept renditions coded anew, by whether that made them smaller.", ("outcome",)),
+    "uvimg_recoded_saved_bytes": _Family("counter", "What these have become smaller by."),
     "uvimg_processes": _Family("gauge", "Service processes.", ("state",)),
     "uvimg_queue_jobs": _Family("gauge", "Image jobs that wait for a worker.", ("lane",)),
     "uvimg_queue_limit_jobs": _Family("gauge", "Image jobs that may wait for a worker.", ("lane",)),

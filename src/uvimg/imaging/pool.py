@@ -217,6 +217,20 @@ class Pool:
         """For how long there has been no worker of the main crew alive, 0 while there is one."""
         return 0.0 if self._workerless_since is None else time.monotonic() - self._workerless_since
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether a background job may begin: nothing else waits, a core has nothing to do, and no other one runs."""
+        busy = 0
+        for crew in (self._main, self._slow):
+            if crew.choose_line() is not None:
+                return False
+            for worker in crew.workers:
+                if worker.errand is not None:
+                    busy += 1
+                    if worker.errand.line.lane == "background":
+                        return False
+        return busy < self._settings.workers
+
     # Jobs
 
     def _find_line(self, job: Job, original: Content, lane: Lane) -> "_Line":
@@ -229,7 +243,7 @@ class Pool:
     def _place(self, errand: "_Errand") -> bool:
         """Give a job to an idle worker, or let it wait. False where its lane is full."""
         line, crew = errand.line, errand.line.crew
-        if line.lane != "background" or self._is_quiet():
+        if line.lane != "background" or self.is_quiet:
             worker = crew.take_idle()
             if worker is not None:
                 self._give(worker, errand)
@@ -351,22 +365,9 @@ class Pool:
 
     # The slow crew
 
-    def _is_quiet(self) -> bool:
-        """Whether a background job may begin: nothing else waits, a core has nothing to do, and no other one runs."""
-        busy = 0
-        for crew in (self._main, self._slow):
-            if crew.choose_line() is not None:
-                return False
-            for worker in crew.workers:
-                if worker.errand is not None:
-                    busy += 1
-                    if worker.errand.line.lane == "background":
-                        return False
-        return busy < self._settings.workers
-
     def _give_background(self) -> None:
         errands = self._slow.lines["background"].errands
-        while errands and self._is_quiet():
+        while errands and self.is_quiet:
             worker = self._slow.take_idle()
             if worker is None:
                 self._reinforce()
@@ -385,7 +386,7 @@ class Pool:
         # A background job keeps no other from a worker.
         extra = any(worker.errand and worker.errand.line.lane == "background" for worker in crew.workers)
         wanted = min(waiting, crew.size + extra - crew.living)
-        if not wanted and crew.lines["background"].errands and not crew.idle and self._is_quiet():
+        if not wanted and crew.lines["background"].errands and not crew.idle and self.is_quiet:
             wanted = 1
         while crew.starting < wanted and not self._stopping:
             crew.starting += 1

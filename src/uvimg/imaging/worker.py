@@ -357,6 +357,12 @@ def _render(format: Format, plan: Plan, original: Original) -> tuple[Rendered, b
 def _load(load: Load, original: Original) -> Iterator[Image]:
     """The frames, upright, 8 bits a channel, in sRGB or gray, at the plan's size."""
     colours = {"output_profile": "srgb"} if load.managed else {}
+    if load.fast:
+        # At its own size thumbnail_image leaves the pixels alone; it turns upright and converts colours.
+        half = pyvips.Image.new_from_source(original.source(), "", access="sequential", shrink=2)
+        image = half.thumbnail_image(load.width, height=load.height, size="force", **colours)
+        yield _to_8_bit(image, load.gray)
+        return
     if load.frames == 1:
         # thumbnail also turns upright, converts colours and premultiplies alpha, so it serves at any size.
         image = pyvips.Image.thumbnail_source(
@@ -446,7 +452,9 @@ def _write(image: Image, encode: Encode) -> bytes:
     """The bytes of a rendition. No metadata comes along."""
     match encode.format:
         case "jpeg":
-            written = image.jpegsave_buffer(Q=encode.quality, optimize_coding=True, keep="none")
+            # libvips leaves the second out where its libjpeg is not MozJPEG's.
+            slow = {"trellis_quant": True, "overshoot_deringing": True} if encode.effort else {}
+            written = image.jpegsave_buffer(Q=encode.quality, optimize_coding=True, keep="none", **slow)
         case "png":
             written = image.pngsave_buffer(compression=encode.effort, keep="none")
         case "webp":
