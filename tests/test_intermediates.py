@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pyvips
 import requests
 
 from bench import corpus
@@ -158,21 +159,23 @@ def psnr(image: Any, wanted: Any) -> float:
 
 
 @pytest.mark.parametrize("draw", [corpus.photo, corpus.text, corpus.line_art])
-def test_a_rendition_of_a_level_is_as_true_as_one_of_the_original(
-    keeper: Server, plain: Server, draw: Callable[..., Any]
+def test_a_rendition_of_a_level_is_as_true_as_libvips_thumbnail_of_the_original(
+    keeper: Server, draw: Callable[..., Any]
 ) -> None:
     data = corpus.jpeg(draw(1637, 1331), 90)
     whole = decode(data).copy_memory()
     image_id = have_levels(keeper, data)
-    plain.upload(data)
     before = counted(keeper, "used")
     # Just below half of a level, and far below it.
-    queries = [(width, options) for width in (100, 204, 400) for options in ("", "&q=85", "&f=webp")]
-    for width, options in queries:
-        made, direct = (server.image(f"/{image_id}?w={width}{options}") for server in (keeper, plain))
-        wanted = whole.resize(direct.width / whole.width, vscale=direct.height / whole.height, kernel="lanczos3")
-        assert (made.width, made.height) == (direct.width, direct.height) == (wanted.width, wanted.height)
-        assert psnr(made, wanted) > psnr(direct, wanted) - 0.3, (width, options)
+    codings = (75, "jpeg"), (85, "jpeg"), (75, "webp")
+    queries = [(width, *coding) for width in (100, 204, 400) for coding in codings]
+    for width, quality, format in queries:
+        made = keeper.image(f"/{image_id}?w={width}&q={quality}&f={format}")
+        thumbnail = pyvips.Image.thumbnail_buffer(data, made.width, height=made.height, size="force").copy_memory()
+        coded = decode(getattr(thumbnail, f"{format}save_buffer")(Q=quality))
+        wanted = whole.resize(made.width / whole.width, vscale=made.height / whole.height, kernel="lanczos3")
+        assert (wanted.width, wanted.height) == (made.width, made.height)
+        assert psnr(made, wanted) > psnr(coded, wanted) - 0.3, (width, quality, format)
     assert counted(keeper, "used") == before + len(queries)
 
 
@@ -342,7 +345,9 @@ async def test_none_is_made_while_the_workers_have_something_else_to_do(pool: Po
     for _ in range(100):
         made.want(original, source)
     await asyncio.sleep(0)
-    assert pool.waiting == 0
+    # All of them are one job, and that waits.
+    assert pool.waiting <= 1
+    assert made.counts.made == 0
     os.kill(worker, signal.SIGCONT)
     await busy
     async with asyncio.timeout(10):
