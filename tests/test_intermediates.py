@@ -1,6 +1,7 @@
 """Reduced versions of large originals: made aside, used, bounded, and never the cause of a wrong answer."""
 
 import asyncio
+import contextlib
 import hashlib
 import math
 import os
@@ -18,14 +19,15 @@ import requests
 from bench import corpus
 from tests.conftest import Server, decode
 from tests.test_metrics import parse_metrics, value
+from tests.test_pool import settings as pool_settings
 from uvimg.apps.intermediates import Intermediates
 from uvimg.cli import main
 from uvimg.core.address import blob_path, image_name, rendition_name, renditions_prefix
 from uvimg.core.plan import Encode, Load, Plan, Source
 from uvimg.core.pyramid import PyramidRules
 from uvimg.imaging import Render
-from uvimg.imaging.pool import Pool, PoolSettings
-from uvimg.store import Record
+from uvimg.imaging.pool import Pool
+from uvimg.store import Record, Store
 from uvimg.store.local import LocalStore
 from uvimg.store.memory import MemoryStore
 
@@ -321,40 +323,55 @@ def test_two_processes_that_make_the_same_ones_keep_them_once(start_server: Call
 
 @pytest.fixture
 async def pool() -> AsyncIterator[Pool]:
-    running = Pool(PoolSettings(1, 100, 30.0, 4 << 30, 0, "auto", ("jpeg",)))
+    running = Pool(pool_settings(workers=1))
     await running.start()
     yield running
     await running.stop()
 
 
-async def test_none_is_made_while_the_workers_have_something_else_to_do(pool: Pool) -> None:
-    data = photo(11, 600, 400)
-    store, source = MemoryStore(), Source("jpeg", 600, 400)
-    original = Record(hashlib.sha256(data).digest(), len(data), "image/jpeg", 0)
+async def keep(store: Store, name: bytes, data: bytes, facts: bytes = b"") -> Record:
+    """Bind a name to these bytes of a JPEG."""
+    record = Record(hashlib.sha256(data).digest(), len(data), "image/jpeg", 0, facts)
     async with store.incoming() as incoming:
         await incoming.write(data)
         await incoming.finish()
-        await store.bind([image_name(original.digest.hex())], original, incoming)
-    made = Intermediates(PyramidRules(min_pixels=1), store, pool)
+        await store.bind([name], record, incoming)
+    return record
+
+
+@contextlib.asynccontextmanager
+async def busy(pool: Pool) -> AsyncIterator[None]:
+    """While this lasts the only worker has a job."""
     (worker,) = pool.pids
     os.kill(worker, signal.SIGSTOP)
     plan = Plan((Load(50, 33, 1, managed=False, gray=False), Encode("jpeg", 75, 0)))
-    busy = asyncio.create_task(pool.run(Render("jpeg", plan), data, "renditions"))
-    while pool.idle:
+    given = sum(pool.given.values())
+    job = asyncio.create_task(pool.run(Render("jpeg", plan), photo(1, 60, 40), "uploads"))
+    while sum(pool.given.values()) == given:
         await asyncio.sleep(0.001)
-    for _ in range(100):
-        made.want(original, source)
-    await asyncio.sleep(0)
-    # All of them are one job, and that waits.
-    assert pool.waiting <= 1
-    assert made.counts.made == 0
+    yield
     os.kill(worker, signal.SIGCONT)
-    await busy
+    await job
+
+
+async def test_none_is_made_while_the_workers_have_something_else_to_do(pool: Pool) -> None:
+    data = photo(11, 600, 400)
+    store, source = MemoryStore(), Source("jpeg", 600, 400)
+    original = await keep(store, image_name(hashlib.sha256(data).hexdigest()), data)
+    intermediates = Intermediates(PyramidRules(min_pixels=1), store, pool)
+    async with busy(pool):
+        for _ in range(100):
+            intermediates.want(original, source)
+        await asyncio.sleep(0)
+        # All of them are one job, and that waits.
+        assert pool.waiting <= 1
+        assert intermediates.counts.made == 0
     async with asyncio.timeout(10):
         while await store.record(rendition_name(original.digest, "pyramid-1")) is None:
             await asyncio.sleep(0.01)
-    start = await made.find(original, source, plan)
+    plan = Plan((Load(50, 33, 1, managed=False, gray=False), Encode("jpeg", 75, 0)))
+    start = await intermediates.find(original, source, plan)
     assert start is not None
     assert start.source.upright_size == (300, 200)
-    assert made.counts.made == 1
-    await made.stop()
+    assert intermediates.counts.made == 1
+    await intermediates.stop()
