@@ -6,7 +6,6 @@ Below `web`, so that an aiohttp application of ours can start a service in someb
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -25,6 +24,7 @@ from uvimg.core.errors import StoreDown
 from uvimg.core.formats import Format, parse_output_format
 from uvimg.core.plan import Rules
 from uvimg.core.pyramid import PyramidRules
+from uvimg.cores import usable_cores
 from uvimg.imaging import Limits, Ready
 from uvimg.imaging.pool import Pool, PoolSettings
 from uvimg.metrics import Metrics, Reading, watch_process
@@ -129,14 +129,15 @@ def _watch(
 def _read_pool(pool: Pool, settings: PoolSettings) -> Iterator[Reading]:
     for lane, waiting in pool.queues.items():
         yield Reading("uvimg_queue_jobs", (lane,), waiting)
-        yield Reading("uvimg_queue_limit_jobs", (lane,), settings.queue_limit)
+        yield Reading("uvimg_queue_limit_jobs", (lane,), settings.queue_limit_of(lane))
         yield Reading("uvimg_jobs", (lane,), pool.given[lane])
         yield Reading("uvimg_jobs_refused", (lane,), pool.refused[lane])
     yield Reading("uvimg_job_timeouts", (), pool.timeouts)
     yield Reading("uvimg_worker_restarts", ("died",), pool.died)
     yield Reading("uvimg_worker_restarts", ("recycled",), pool.recycled)
-    yield Reading("uvimg_workers", ("idle",), pool.idle)
-    yield Reading("uvimg_workers", ("busy",), len(pool.pids) - pool.idle)
+    for family, (busy, idle) in (("uvimg_workers", pool.workers), ("uvimg_slow_workers", pool.slow_workers)):
+        yield Reading(family, ("busy",), busy)
+        yield Reading(family, ("idle",), idle)
     yield Reading("uvimg_workers_wanted", (), settings.workers)
 
 
@@ -192,13 +193,15 @@ def _check_formats(settings: Settings, ready: Ready) -> None:
 
 
 def count_workers(settings: Settings) -> int:
-    return settings.workers or len(os.sched_getaffinity(0))
+    """Image workers in all: as many as there are cores for this service, where nobody says."""
+    return settings.workers or usable_cores()
 
 
 def _pool_settings(settings: Settings) -> PoolSettings:
     return PoolSettings(
         workers=count_workers(settings),
         queue_limit=settings.queue_limit,
+        slow_queue_limit=settings.slow_queue_limit,
         timeout_s=settings.worker_timeout_s,
         memory_bytes=settings.worker_memory,
         jobs_per_worker=settings.worker_jobs,

@@ -319,11 +319,26 @@ class Settings:
     )
     max_output_pixels: int = _setting(50_000_000, _LIMITS, "Most pixels of a rendition that enlarges.", low=1)
     max_output_frames: int = _setting(100, _LIMITS, "Most frames that a rendition keeps of an animation.", low=1)
-    workers: int = _setting(0, _WORKERS, "Image worker processes; 0 is one for each core.", low=0, high=1024)
+    workers: int = _setting(
+        0,
+        _WORKERS,
+        "Image worker processes; 0 is one for each core, by CPU affinity and a container's quota. As many more, which "
+        "are nice to these, come and go with slow jobs.",
+        low=0,
+        high=1024,
+    )
     queue_limit: int = _setting(
         1000,
         _WORKERS,
-        "Image jobs that may wait, uploads and renditions each; more are answered 503 at once.",
+        "Image jobs that may wait, uploads and fast renditions each; more are answered 503 at once.",
+        low=0,
+        high=100_000,
+    )
+    slow_queue_limit: int = _setting(
+        100,
+        _WORKERS,
+        "Renditions that may wait of those that are predicted to be slow (AVIF, large sources, long animations); the "
+        "fast ones do not wait for them.",
         low=0,
         high=100_000,
     )

@@ -25,6 +25,7 @@ from uvimg.apps.renditions import close, hash_bytes, is_whole, keep_rendition
 from uvimg.cache import Cache
 from uvimg.core.access import AccessRules, Network, find_client, is_cross_site, is_rebound
 from uvimg.core.address import Digest, image_name, rendition_name, renditions_prefix
+from uvimg.core.cost import choose_lane
 from uvimg.core.errors import (
     BadParameter,
     BadRequest,
@@ -399,7 +400,8 @@ class Images:
     async def _run(self, source: Source, plan: Plan, content: Content) -> tuple[Rendered, bytes]:
         """A job for a worker. Closes the content."""
         try:
-            rendered, body = await self._pool.run(Render(source.format, plan), content, "renditions")
+            lane = choose_lane(plan, source, "libvips")
+            rendered, body = await self._pool.run(Render(source.format, plan), content, lane)
         finally:
             close(content)
         assert isinstance(rendered, Rendered)

@@ -34,7 +34,7 @@ from uvimg.store import Record, Store
 
 log = logging.getLogger("uvimg.intermediates")
 
-_LANE: Lane = "renditions"
+_LANE: Lane = "background"
 # Originals that wait for their levels, a few hundred bytes each. More come again with their next rendition.
 _MAX_WANTED = 1_000
 # Digests remembered: of intermediates whose bytes were held against their address, of originals not to be tried again.
@@ -159,7 +159,7 @@ class Intermediates:
         names = [rendition_name(original.digest, level.key) for level in levels]
         if await self._store.record(names[-1]) is not None:
             return
-        if self._pool.waiting or not self._pool.idle:
+        if not self._pool.is_quiet:
             raise Overloaded()
         bodies: list[bytes] = []
         above = source

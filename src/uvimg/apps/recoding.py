@@ -27,7 +27,7 @@ from uvimg.store import Record, Store
 
 log = logging.getLogger("uvimg.recoding")
 
-_LANE: Lane = "renditions"
+_LANE: Lane = "background"
 _PREFIX = b"renditions/"
 # Names in one step, which takes less than a millisecond of the loop.
 _PAGE = 200
@@ -159,5 +159,5 @@ class Recoder:
     async def _wait_until_idle(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            if not self._pool.waiting and self._pool.idle == len(self._pool.pids):
+            if self._pool.is_quiet and not self._pool.workers[0]:
                 return
