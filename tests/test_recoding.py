@@ -32,7 +32,7 @@ PHOTO = Source("jpeg", 640, 856)
 # Deciding
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(PARAMS, SOURCES, st.integers(1, 1 << 30))
 def test_a_key_tells_its_whole_plan(params: Params, source: Source, size: int) -> None:
     if params.original:
@@ -44,7 +44,7 @@ def test_a_key_tells_its_whole_plan(params: Params, source: Source, size: int) -
     assert parse_key(made.key, source, size) == made
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.text(st.sampled_from("0123456789x.-cgrbjpegwh "), max_size=40) | st.text(max_size=20))
 def test_what_is_no_key_is_no_plan(text: str) -> None:
     plan = parse_key(text, PHOTO, 1000)
