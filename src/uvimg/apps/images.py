@@ -42,7 +42,7 @@ from uvimg.core.message import Content, FilePart, Request, Response
 from uvimg.core.negotiate import Failed, NotModified, Part, Unsatisfiable, Whole, choose_answer, http_date
 from uvimg.core.plan import Plan, Rules, Source, make_plan
 from uvimg.core.route import Describe, Options, Page, Params, Query, Remove, Show, Upload, face_of, read_fields, route
-from uvimg.imaging import Inspect, Inspected, Limits, Render, Rendered
+from uvimg.imaging import Inspect, Inspected, Limits, Rendered, rendering
 from uvimg.imaging.pool import Pool
 from uvimg.store import Incoming, Record, Store
 
@@ -338,7 +338,7 @@ class Images:
         content = await self._fetch(original, original)
         try:
             source = _decode_facts(original.facts).source
-            rendered, body = await self._pool.run(Render(source.format, plan), content, "renditions")
+            rendered, body = await self._pool.run(rendering(plan, source), content, "renditions")
         finally:
             _close(content)
         assert isinstance(rendered, Rendered)
