@@ -227,6 +227,7 @@ def _images_settings(settings: Settings) -> ImagesSettings:
             max_side=settings.max_output_side,
             max_pixels=settings.max_output_pixels,
             max_frames=settings.max_output_frames,
+            fast_shrink=settings.fast_shrink,
             webp_effort=settings.webp_effort,
             avif_effort=settings.avif_effort,
             gif_effort=settings.gif_effort,

@@ -294,9 +294,22 @@ class Settings:
     )
     disable_args: bool = _setting(False, _IMAGES, "Ignore the parameters w, h, p, g, x, y, r, q and f.")
     disable_zoom_up: bool = _setting(False, _IMAGES, "Never enlarge: w and h are at most the image's own.")
-    webp_effort: int = _setting(2, _IMAGES, "Work on a smaller WebP, 0 fastest.", low=0, high=6)
+    fast_shrink: bool = _setting(
+        False,
+        _IMAGES,
+        "Leave most of the scaling of JPEGs to their decoder, for a third less time. Photographs lose nothing that can"
+        " be measured (below 0.1 dB), drawings up to 0.8 dB and small text up to 2.7 dB, at quality 75.",
+    )
+    webp_effort: int = _setting(
+        2, _IMAGES, "Work on a smaller WebP, 0 fastest: 0 takes half as long as 2 for 3 % more bytes.", low=0, high=6
+    )
     avif_effort: int = _setting(
-        1, _IMAGES, "Work on a smaller AVIF, 0 fastest; 4 takes fifty times as long as 0.", low=0, high=9
+        1,
+        _IMAGES,
+        "Work on a smaller AVIF, 0 fastest. 0 does as well on photographs in two thirds of the time, and takes a fifth"
+        " more bytes for drawings and text; 2 takes three times as long for nothing, 4 twenty times for 20 % less.",
+        low=0,
+        high=9,
     )
     gif_effort: int = _setting(3, _IMAGES, "Work on a smaller GIF, 1 fastest.", low=1, high=10)
     png_compression: int = _setting(6, _IMAGES, "zlib level of PNG, 0 fastest.", low=0, high=9)

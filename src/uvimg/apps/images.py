@@ -46,7 +46,7 @@ from uvimg.core.message import Content, FilePart, Request, Response
 from uvimg.core.negotiate import Failed, NotModified, Part, Unsatisfiable, Whole, choose_answer, http_date
 from uvimg.core.plan import Plan, Rules, Source, make_plan
 from uvimg.core.route import Describe, Options, Page, Params, Query, Remove, Show, Upload, face_of, read_fields, route
-from uvimg.imaging import Inspect, Inspected, Limits, Render, Rendered
+from uvimg.imaging import Inspect, Inspected, Limits, Rendered, rendering
 from uvimg.imaging.pool import Pool
 from uvimg.store import Incoming, Near, Record, Store
 
@@ -400,8 +400,8 @@ class Images:
     async def _run(self, source: Source, plan: Plan, content: Content) -> tuple[Rendered, bytes]:
         """A job for a worker. Closes the content."""
         try:
-            lane = choose_lane(plan, source, "libvips")
-            rendered, body = await self._pool.run(Render(source.format, plan), content, lane)
+            job = rendering(plan, source)
+            rendered, body = await self._pool.run(job, content, choose_lane(plan, source, job.engine))
         finally:
             close(content)
         assert isinstance(rendered, Rendered)

@@ -10,7 +10,7 @@ import struct
 import msgspec
 
 from uvimg.core.formats import Format, OutputFormat
-from uvimg.core.plan import Plan, Source
+from uvimg.core.plan import Engine, Plan, Source, choose_engine
 
 PREFIX = struct.Struct(">II")
 
@@ -32,10 +32,20 @@ class Inspect(msgspec.Struct, frozen=True, tag=True):
 
 
 class Render(msgspec.Struct, frozen=True, tag=True):
-    """Carry out a plan. Answered by Rendered and its bytes, or Refused."""
+    """Carry out a plan, best made by `rendering`. Answered by Rendered and its bytes, or Refused.
+
+    libvips does what the engine "jpeg" cannot; it finds the orientation (1..8) by itself.
+    """
 
     format: Format
     plan: Plan
+    engine: Engine = "libvips"
+    orientation: int = 1
+
+
+def rendering(plan: Plan, source: Source) -> Render:
+    """The job that carries out a plan on an original, or on whatever else has these facts."""
+    return Render(source.format, plan, choose_engine(plan, source), source.orientation)
 
 
 Job = Inspect | Render
@@ -62,12 +72,16 @@ class Inspected(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
-    """The frame's bytes are the rendition; with `as_original` there are none, the original is the rendition."""
+    """The frame's bytes are the rendition; with `as_original` there are none, the original is the rendition.
+
+    `engine` is the one that made it in the end.
+    """
 
     format: Format | OutputFormat
     width: int
     height: int
     as_original: bool = False
+    engine: Engine = "libvips"
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
