@@ -10,7 +10,7 @@ import struct
 import msgspec
 
 from uvimg.core.formats import Format, OutputFormat
-from uvimg.core.plan import Plan, Source
+from uvimg.core.plan import Plan, Rules, Source
 
 PREFIX = struct.Struct(">II")
 
@@ -38,7 +38,26 @@ class Render(msgspec.Struct, frozen=True, tag=True):
     plan: Plan
 
 
-Job = Inspect | Render
+class Learn(msgspec.Struct, frozen=True, tag=True):
+    """Read the script of the types, once, before any RenderType. Answered by Learnt or Refused.
+
+    `name` stands in its errors. What it prints above `level` (0 to 7, as in syslog) is left out.
+    """
+
+    name: str
+    text: bytes
+    level: int
+    rules: Rules
+
+
+class RenderType(msgspec.Struct, frozen=True, tag=True):
+    """Ask the script about a type and carry out what it says. Answered by Rendered and its bytes, or Refused."""
+
+    name: str
+    source: Source
+
+
+Job = Inspect | Render | Learn | RenderType
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -57,27 +76,45 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     confined_by: tuple[str, ...]
 
 
+class Printed(msgspec.Struct, frozen=True, array_like=True):
+    """A line that a script had logged; `level` as in syslog."""
+
+    level: int
+    text: str
+
+
+class Learnt(msgspec.Struct, frozen=True, tag=True):
+    printed: tuple[Printed, ...] = ()
+
+
 class Inspected(msgspec.Struct, frozen=True, tag=True):
     source: Source
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
-    """The frame's bytes are the rendition; with `as_original` there are none, the original is the rendition."""
+    """The frame's bytes are the rendition; with `as_original` there are none, the original is the rendition.
+
+    `plan` is what a script wanted, and `lasts` whether that may be kept.
+    """
 
     format: Format | OutputFormat
     width: int
     height: int
     as_original: bool = False
+    plan: Plan | None = None
+    lasts: bool = True
+    printed: tuple[Printed, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The image cannot be worked on: `kind` chooses our error, `detail` is fit for the public."""
+    """The image cannot be worked on: `kind` chooses our error, `detail` is fit for the public but for "script"."""
 
     kind: str
     detail: str
+    printed: tuple[Printed, ...] = ()
 
 
-Reply = Ready | Inspected | Rendered | Refused
+Reply = Ready | Learnt | Inspected | Rendered | Refused
 
 
 def encode_frame(head: msgspec.Struct, size: int) -> bytes:

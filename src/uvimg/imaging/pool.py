@@ -22,12 +22,35 @@ from typing import Literal
 
 import msgspec
 
-from uvimg.core.errors import BeyondLimits, Overloaded, TooSlow, Undecodable, UvimgError, WorkerFailed
+from uvimg.core.errors import (
+    BeyondLimits,
+    NotFound,
+    Overloaded,
+    ScriptFailed,
+    TooSlow,
+    Undecodable,
+    UvimgError,
+    WorkerFailed,
+)
 from uvimg.core.formats import Format
 from uvimg.core.message import Content, FilePart
-from uvimg.imaging import PREFIX, Inspected, Job, Order, Ready, Refused, Rendered, Reply, encode_frame
+from uvimg.imaging import (
+    PREFIX,
+    Inspected,
+    Job,
+    Learn,
+    Learnt,
+    Order,
+    Printed,
+    Ready,
+    Refused,
+    Rendered,
+    Reply,
+    encode_frame,
+)
 
 log = logging.getLogger("uvimg.imaging")
+script_log = logging.getLogger("uvimg.script")
 
 Lane = Literal["uploads", "renditions"]
 
@@ -48,7 +71,10 @@ _PASSED_ON = (
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """`queue_limit` counts the jobs that wait in one lane; `jobs_per_worker` is 0 for no end."""
+    """`queue_limit` counts the jobs that wait in one lane; `jobs_per_worker` is 0 for no end.
+
+    `script` is what every worker learns before its first job.
+    """
 
     workers: int
     queue_limit: int
@@ -57,10 +83,15 @@ class PoolSettings:
     jobs_per_worker: int
     sandbox: Literal["auto", "require", "off"]
     formats: tuple[Format, ...]
+    script: Learn | None = None
 
 
 class WorkerDied(Exception):
     """The child went away in the middle of a job or before it was ready."""
+
+
+class ScriptError(Exception):
+    """What a script failed of, with its file and line."""
 
 
 class Pool:
@@ -121,7 +152,8 @@ class Pool:
         """Have a job done. `original` is not used any more when this returns or raises.
 
         Raises Overloaded at once when the lane is full, TooSlow past the deadline, Undecodable and
-        BeyondLimits for the image's own faults, WorkerFailed when two workers died of it.
+        BeyondLimits for the image's own faults, NotFound and ScriptFailed for what a script makes of its type,
+        WorkerFailed when two workers died of it.
         """
         assert isinstance(original, bytes) or original.start == 0, "a worker is given whole files"
         for attempt in range(2):
@@ -150,8 +182,14 @@ class Pool:
                 log.warning("a worker died of a job of the lane %s", lane)
                 continue
             if isinstance(answer, Refused):
+                _log_printed(answer.printed)
+                if answer.kind == "script":
+                    # Where it failed is for the log alone.
+                    raise ScriptFailed() from ScriptError(answer.detail)
                 raise _translate(answer)
             assert isinstance(answer, Inspected | Rendered)
+            if isinstance(answer, Rendered):
+                _log_printed(answer.printed)
             return answer, body
         raise WorkerFailed()
 
@@ -321,7 +359,19 @@ async def _settle(work: "asyncio.Task[tuple[Reply, bytes]]") -> None:
 def _translate(refused: Refused) -> UvimgError:
     if refused.kind in ("limits", "memory"):
         return BeyondLimits(refused.detail)
+    if refused.kind == "type":
+        return NotFound(refused.detail)
     return Undecodable(f"The image cannot be decoded: {refused.detail}.")
+
+
+# As in syslog, which zimg's scripts count by: 0 to 3 are errors.
+_LEVELS = (*[logging.ERROR] * 4, logging.WARNING, logging.INFO, logging.INFO, logging.DEBUG)
+
+
+def _log_printed(printed: tuple[Printed, ...]) -> None:
+    """What a script had logged."""
+    for line in printed:
+        script_log.log(_LEVELS[max(0, min(7, line.level))], "%s", line.text)
 
 
 @dataclass(eq=False, slots=True)
@@ -421,6 +471,7 @@ async def _start_worker(settings: PoolSettings) -> _Worker:
         "memory_bytes": settings.memory_bytes,
         "sandbox": settings.sandbox,
         "allowed": settings.formats,
+        "scripted": settings.script is not None,
     }
     # Whatever of it there is, when this fails or is cancelled.
     process: asyncio.subprocess.Process | None = None
@@ -450,6 +501,8 @@ async def _start_worker(settings: PoolSettings) -> _Worker:
             raise EOFError
         if settings.sandbox == "require" and "landlock" not in ready.confined_by:
             raise WorkerDied("sandbox is 'require', but this kernel has no Landlock to confine workers with")
+        if settings.script is not None:
+            await _teach(reader, writer, settings.script, settings.timeout_s)
     except BaseException as exc:
         end.close()
         raw.close()
@@ -463,6 +516,21 @@ async def _start_worker(settings: PoolSettings) -> _Worker:
     # Not all at the same moment: a tenth of the workers' count apart.
     until = round(settings.jobs_per_worker * random.uniform(0.9, 1.1)) or -1
     return _Worker(process, reader, writer, raw, ready, until)
+
+
+async def _teach(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, script: Learn, timeout_s: float) -> None:
+    """Have a new worker read the script. WorkerDied where that is broken."""
+    writer.write(encode_frame(Order(script), 0))
+    try:
+        async with asyncio.timeout(timeout_s):
+            answer, _ = await _read_reply(reader)
+    except TimeoutError:
+        raise WorkerDied(f"script {script.name}: it was not read to its end in {timeout_s:g} s") from None
+    if isinstance(answer, Refused):
+        raise WorkerDied(f"script {answer.detail}")
+    if not isinstance(answer, Learnt):
+        raise EOFError
+    _log_printed(answer.printed)
 
 
 async def _read_reply(reader: asyncio.StreamReader) -> tuple[Reply, bytes]:
