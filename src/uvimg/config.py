@@ -278,10 +278,10 @@ class Settings:
         separator="\n",
         repeated=True,
     )
-    types: Tables = _setting(
+    types: Tables = _setting(  # noqa: RUF009 (it makes a field of a dataclass, as for all the others)
         NO_TABLES,
         _IMAGES,
-        "Types of images by name, asked for with t=NAME: a table of parameters each, [types.small] and w = 200 below it.",
+        "Types of images by name, asked for with t=NAME; each is a table of parameters, such as [types.small] w = 200.",
     )
     script: str = _setting(
         "", _IMAGES, "Lua file whose function f() makes the types that no table names, as zimg's do.", check=_check_file

@@ -28,7 +28,7 @@ _LONGEST_LINE = 400
 # runs it: with a type's name for f(), without one for the file alone. That returns why it failed.
 _PRELUDE = rb"""
 local door, threshold, script = ...
-local error, pairs, pcall, rawget, setfenv = error, pairs, pcall, rawget, setfenv
+local error, pairs, pcall, rawget, setfenv, unpack = error, pairs, pcall, rawget, setfenv, unpack
 local seed, sub, tonumber, type = math.randomseed, string.sub, tonumber, type
 
 local function copy(t)
@@ -43,15 +43,27 @@ for name in ("assert error getmetatable ipairs next pairs pcall rawequal rawget 
     library[name] = _G[name]
 end
 library.collectgarbage = function() return 0 end
+-- Lua 5.1 counts them in 32 bits, and what is more than that overruns its stack.
+function library.unpack(t, first, last)
+    first, last = tonumber(first) or 1, tonumber(last) or #t
+    if not (last - first < 1000) then error("too many results to unpack", 2) end
+    return unpack(t, first, last)
+end
 local parts = {}
 for _, name in pairs({"coroutine", "math", "string", "table"}) do parts[name] = copy(_G[name]) end
 parts.string.dump = nil
+local function pass(good, ...)
+    if good then return ... end
+    local why = ...
+    -- The line is that of the script, unless a function of its own has failed and said so.
+    error(why, type(why) == "string" and not why:match("^[^\n]-:%d+: ") and 3 or 0)
+end
 -- Lua 5.1 follows a pattern by recursion, one C call for each of its items.
 for _, name in pairs({"find", "gfind", "gmatch", "gsub", "match"}) do
     local search = string[name]
     parts.string[name] = search and function(text, pattern, ...)
         if type(pattern) == "string" and #pattern > 1000 then error("the pattern is too long", 2) end
-        return search(text, pattern, ...)
+        return pass(pcall(search, text, pattern, ...))
     end
 end
 -- ("x"):rep(3) finds its function by this, which no script may change.

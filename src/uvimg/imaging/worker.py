@@ -401,8 +401,7 @@ def _to_8_bit(image: Image, gray: bool) -> Image:
 def _execute(step: Step, image: Image) -> Image:
     match step:
         case Scale():
-            # Beside scaling it premultiplies alpha; colours and orientation have been seen to.
-            return image.thumbnail_image(step.width, height=step.height, size="force", no_rotate=True)
+            return _scale(step, image)
         case Crop():
             return image.crop(step.left, step.top, step.width, step.height)
         case Gray():
@@ -413,6 +412,19 @@ def _execute(step: Step, image: Image) -> Image:
             return _rotate(step, image)
         case _:
             raise AssertionError(f"not a step in the middle of a plan: {step}")
+
+
+def _scale(step: Scale, image: Image) -> Image:
+    """As Load scales, alpha premultiplied. What a frame of an animation says of its strip is put right on the way."""
+    image = _as_one_page(image)
+    return _as_one_page(image.thumbnail_image(step.width, height=step.height, size="force", no_rotate=True))
+
+
+def _as_one_page(image: Image) -> Image:
+    if "page-height" in image.get_fields():
+        image = image.copy()
+        image.set_type(pyvips.GValue.gint_type, "page-height", image.height)
+    return image
 
 
 def _rotate(step: Rotate, image: Image) -> Image:
