@@ -258,7 +258,7 @@ def test_the_shipped_script_knows_its_types() -> None:
         (b"error('\\27[1m\\200', 0)", "s.lua: \N{REPLACEMENT CHARACTER}[1m\N{REPLACEMENT CHARACTER}"),
         (b"\nlocal x = ('y'):find('[')", "s.lua:2: malformed pattern (missing ']')"),
         (b"\nlocal x = string.gsub({}, 'x', 'y')", "s.lua:2: bad argument #1 to '?' (string expected, got table)"),
-        (b"\nlocal x = ('y'):gsub('y',\nerror)", "s.lua: y"),
+        (b"\nlocal x = ('y'):gsub('y',\nerror)", "s.lua:2: y"),
         (b"\nlocal x = ('y'):gsub('y',\nfunction() return nil .. 1 end)", "s.lua:3: attempt to concatenate a nil"),
         (b"\nlocal x = ('y'):find(('y'):rep(1001))", "s.lua:2: the pattern is too long"),
         (b"\nlocal x = unpack({}, 1, 2^31)", "s.lua:2: too many results to unpack"),
