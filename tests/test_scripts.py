@@ -550,7 +550,14 @@ def test_an_endless_script_ends_with_its_worker_and_others_go_on(scripted: Serve
         assert scripted.image(f"/{md5}?t={size}x{size}").width == size
 
 
-def test_a_script_without_a_worker_to_confine_is_imported_nowhere(start_server: Callable[..., Server]) -> None:
-    running = start_server(workers=1)
+def test_types_that_are_disabled_are_ignored_and_their_script_is_not_looked_at(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.lua"
+    broken.write_text("x = = 1")
+    running = start_server(types="{a = {w = 3}}", script=broken, disable_type=True, workers=1)
+    md5 = running.upload(make_photo(1))
+    assert running.image(f"/{md5}?t=a&w=20").width == 20
+    # Nor is Lua there where there is no use for it.
     for pid in (str(running.process.pid), *workers(running)):
         assert "lupa" not in Path(f"/proc/{pid}/maps").read_text()

@@ -14,12 +14,16 @@ from tests.conftest import Server, make_photo
 from tests.test_supervisor import serving
 from tests.test_wire import wait_until
 from uvimg import config
+from uvimg.assembly import CannotStart, assemble
 from uvimg.config import ConfigError, load, to_environment
 from uvimg.core.address import Digest, renditions_prefix
 from uvimg.core.errors import BadParameter, NotFound
-from uvimg.core.params import Params
+from uvimg.core.params import PARAMETERS, Params
+from uvimg.core.plan import Rules
 from uvimg.core.route import Show, route
 from uvimg.core.types import Types, parse_tables
+from uvimg.imaging import Learn
+from uvimg.imaging.pool import Pool, PoolSettings, WorkerDied
 from uvimg.store import open_store
 
 ROOT = Path(__file__).parent.parent
@@ -150,44 +154,28 @@ def renditions(server: Server, md5: str) -> set[str]:
 def test_a_closed_site_answers_types_alone_and_keeps_them_alone(
     server: Server, start_server: Callable[..., Server]
 ) -> None:
-    types = "{thumb = {w = 30, h = 30, g = 1}, turned = {rotate = 90, f = 'png'}, whole = {p = 0}}"
-    closed = start_server(types=types, disable_args=True, save_new=2, cache_size=0, processes=1, workers=1)
-    data = make_photo(1)
-    md5 = closed.upload(data)
-    server.upload(data)
-    for name, query in (("thumb", "w=30&h=30&g=1"), ("turned", "r=90&f=png"), ("whole", "p=0")):
-        typed, plain = closed.get(f"/{md5}?t={name}&w=7"), server.get(f"/{md5}?{query}")
-        assert (typed.status_code, typed.headers["ETag"]) == (200, plain.headers["ETag"])
-        assert typed.content == plain.content
-    assert closed.image(f"/{md5}?w=30&h=30").width == 64
+    path = str(ROOT / "conf/types.toml")
+    closed = start_server(config=path, disable_args=True, save_new=2, cache_size=0, workers=1)
+    script = start_server(script=ROOT / "conf/scripts/types.lua", workers=1, store="memory:")
+    data = corpus.jpeg(corpus.photo(700, 501, seed=3), 92)
+    (md5,) = {running.upload(data) for running in (server, closed, script)}
+    tables = load({}, {}, path).types.by_name
+    for name, params in tables:
+        given = {key: getattr(params, key) for key in PARAMETERS if getattr(params, key) != getattr(Params(), key)}
+        # Those of the file do not enlarge.
+        given |= {"w": min(700, params.w)} if params.w else {}
+        typed, plain = closed.get(f"/{md5}?t={name}&w=7"), server.get(f"/{md5}", params=given)
+        assert (typed.status_code, typed.content) == (200, plain.content), name
+        assert typed.headers["ETag"] == plain.headers["ETag"]
+        # And the script that ships beside the tables makes the same of all these names.
+        scripted = script.get(f"/{md5}?t={name}")
+        assert (scripted.status_code, scripted.content) == (200, plain.content), name
+    assert closed.image(f"/{md5}?w=30&h=30").width == 700
     answer = closed.get(f"/images/{md5}?t=nothing")
     assert (answer.status_code, answer.json()["detail"]) == (404, "There is no such type.")
     # The plans' own keys, so that plain requests elsewhere find them; and nothing of what was asked for without t.
-    wait_until(lambda: len(renditions(closed, md5)) == 2)
+    wait_until(lambda: len(renditions(closed, md5)) == len(tables))
     assert renditions(closed, md5) <= renditions(server, md5)
-
-
-def test_types_that_are_disabled_are_ignored(start_server: Callable[..., Server], tmp_path: Path) -> None:
-    broken = tmp_path / "broken.lua"
-    broken.write_text("x = = 1")
-    running = start_server(types="{a = {w = 3}}", script=str(broken), disable_type=True, workers=1)
-    md5 = running.upload(make_photo(1))
-    assert running.image(f"/{md5}?t=a&w=20").width == 20
-
-
-def test_the_shipped_tables_and_the_shipped_script_make_the_same(
-    start_server: Callable[..., Server], tmp_path: Path
-) -> None:
-    tables = start_server(config=str(ROOT / "conf/types.toml"), workers=1)
-    script = start_server(script=str(ROOT / "conf/scripts/types.lua"), disable_zoom_up=True, workers=1)
-    wide = corpus.jpeg(corpus.photo(1200, 500, seed=3), 92)
-    for data in (make_photo(2, 560, 900), wide):
-        md5 = tables.upload(data)
-        for name, _ in load({}, {}, str(ROOT / "conf/types.toml")).types.by_name:
-            one, other = tables.get(f"/{md5}?t={name}"), script.get(f"/{md5}?t={name}")
-            assert (one.status_code, other.status_code) == (200, 200)
-            assert one.headers["Content-Type"] == other.headers["Content-Type"], name
-            assert one.content == other.content, name
 
 
 def test_a_reload_brings_new_types_and_a_broken_script_leaves_the_old(
@@ -218,33 +206,42 @@ def test_a_reload_brings_new_types_and_a_broken_script_leaves_the_old(
     assert widths() == (20, 22)
 
 
-BROKEN: dict[str, tuple[bytes, str]] = {
-    "broken": (b"\n\nx = = 1\n", "script s.lua:3: unexpected symbol near '='"),
-    "large": (b"-" * ((1 << 20) + 1), "bytes, where at most 1048576 are read"),
-    "endless": (b"while true do end", "script s.lua: it was not read to its end in 0.5 s"),
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "by"),
-    [*((case, "serve") for case in BROKEN), ("broken", "processes"), ("broken", "gunicorn")],
-)
-def test_a_broken_script_is_told_in_one_line_and_nothing_is_served(tmp_path: Path, case: str, by: str) -> None:
-    text, told = BROKEN[case]
+@pytest.mark.parametrize("by", ["serve", "processes", "gunicorn"])
+def test_a_broken_script_is_told_in_one_line_and_nothing_is_served(tmp_path: Path, by: str) -> None:
     script = tmp_path / "s.lua"
-    script.write_bytes(text)
+    script.write_text("\n\nx = = 1\n")
     settings: dict[str, Any] = {"port": 0, "store": f"local:{tmp_path / 'data'}", "workers": 1, "script": script}
-    settings |= {"worker_timeout_s": 0.5} if case == "endless" else {"processes": 1} if by == "processes" else {}
+    settings |= {"processes": 1} if by == "processes" else {}
     environment = {"PATH": "/usr/bin", "TMPDIR": str(tmp_path)}
     environment |= {f"UVIMG_{name.upper()}": str(value) for name, value in settings.items()}
-    command = {"gunicorn": ["gunicorn", "-c", str(ROOT / "conf/gunicorn.py"), "-w", "1"]}.get(by, ["uvimg", "serve"])
+    command = ["gunicorn", "-c", str(ROOT / "conf/gunicorn.py"), "-w", "1"] if by == "gunicorn" else ["uvimg", "serve"]
     done = subprocess.run(
         [sys.executable, "-m", *command], capture_output=True, text=True, env=environment, cwd=tmp_path, check=False
     )
-    assert done.returncode not in (0, -signal.SIGKILL)
-    assert [line for line in done.stderr.splitlines() if told in line] != []
+    assert len([line for line in done.stderr.splitlines() if "script s.lua:3: unexpected symbol near '='" in line]) == 1
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
-    if by == "serve":
-        assert done.returncode == 1
-        assert done.stderr.splitlines()[-1].startswith("uvimg: script ")
+    assert done.returncode == (3 if by == "gunicorn" else 1)
+    if by != "gunicorn":
+        assert "uvimg: script s.lua:3: unexpected symbol near '='" in done.stderr.splitlines()
+
+
+async def test_a_script_that_does_not_end_while_it_is_read_starts_no_worker() -> None:
+    endless = Learn("s.lua", b"while true do end", 6, Rules())
+    pool = Pool(PoolSettings(1, 1, 0.5, 4 << 30, 0, "auto", ("jpeg",), endless))
+    with pytest.raises(WorkerDied, match=r"script s\.lua: it was not read to its end in 0\.5 s"):
+        await pool.start()
+    assert pool.pids == []
+
+
+async def test_a_script_that_cannot_be_read_or_is_too_long_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "s.lua"
+    script.write_bytes(b"-" * ((1 << 20) + 1))
+    settings = load({"store": "memory:", "script": str(script)}, {})
+    with pytest.raises(CannotStart, match="1048577 bytes, where at most 1048576 are read"):
+        async with assemble(settings):
+            pass
+    script.unlink()
+    with pytest.raises(CannotStart, match="No such file"):
+        async with assemble(settings):
+            pass
