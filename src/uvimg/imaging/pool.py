@@ -369,9 +369,10 @@ _LEVELS = (*[logging.ERROR] * 4, logging.WARNING, logging.INFO, logging.INFO, lo
 
 
 def _log_printed(printed: tuple[Printed, ...]) -> None:
-    """What a script had logged."""
+    """What a script had logged. A worker that was taken over may not forge a line."""
     for line in printed:
-        script_log.log(_LEVELS[max(0, min(7, line.level))], "%s", line.text)
+        text = line.text if line.text.isprintable() else ascii(line.text)
+        script_log.log(_LEVELS[max(0, min(7, line.level))], "%s", text)
 
 
 @dataclass(eq=False, slots=True)
