@@ -3,7 +3,7 @@
 zimg's script works on pixels; ours is asked with an image's facts alone, and its calls become steps of a plan,
 which is carried out like any other. So each call says what the size would be, and what cannot be is told at once.
 Surprise: steps are put where they cost least. A scale that only shrinks becomes a part of loading, also
-behind a crop (which moves by less than half a pixel of the result), and gray comes last.
+behind a crop (which moves by less than a pixel of the result then), and gray comes last.
 """
 
 import math
