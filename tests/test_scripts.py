@@ -439,7 +439,10 @@ function f()
         local t = nil
         return t.x
     end
-    if name == "memory" then return ("x"):rep(1e9) end
+    if name == "memory" then
+        local s = "x"
+        while true do s = s .. s end
+    end
     if name == "silent" then return zimg.scale(3, 3) end
     if name == "lost" then return zimg.ret(-1) end
     if name == "fleeting" then zimg.scale(5, 5) return zimg.ret(0) end
@@ -469,7 +472,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two workers, little time for each job, and nothing kept in memory."""
     folder = tmp_path_factory.mktemp("scripted")
     (folder / "served.lua").write_text(SERVED)
-    running = Server(folder, script=folder / "served.lua", worker_timeout_s=2, cache_size=0, memo_size=0)
+    running = Server(folder, script=folder / "served.lua", worker_timeout_s=3, cache_size=0, memo_size=0)
     yield running
     running.kill()
 

@@ -227,7 +227,7 @@ def test_a_broken_script_is_told_in_one_line_and_nothing_is_served(tmp_path: Pat
 
 
 async def test_a_script_that_does_not_end_while_it_is_read_starts_no_worker() -> None:
-    endless = Learn("s.lua", b"while true do end", 6, Rules())
+    endless = Learn("s.lua", 6, Rules()), b"while true do end"
     pool = Pool(PoolSettings(1, 1, 0.5, 4 << 30, 0, "auto", ("jpeg",), endless))
     with pytest.raises(WorkerDied, match=r"script s\.lua: it was not read to its end in 0\.5 s"):
         await pool.start()

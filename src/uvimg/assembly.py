@@ -173,13 +173,15 @@ def count_workers(settings: Settings) -> int:
     return settings.workers or len(os.sched_getaffinity(0))
 
 
+# How a script is to be read, and its text.
+_Script = tuple[Learn, bytes]
 # More text than anybody writes; it goes to every worker.
 _LONGEST_SCRIPT = 1 << 20
 # zimg's scripts count as syslog does.
 _PRINTED = {"debug": 7, "info": 6, "warning": 4, "error": 3}
 
 
-def _read_script(settings: Settings) -> Learn | None:
+def _read_script(settings: Settings) -> _Script | None:
     """The script of the types, if there is one. It is read here, for a worker may open no file."""
     if not settings.script or settings.disable_type:
         return None
@@ -190,10 +192,10 @@ def _read_script(settings: Settings) -> Learn | None:
         raise CannotStart(f"script {path}: {exc.strerror}") from exc
     if len(text) > _LONGEST_SCRIPT:
         raise CannotStart(f"script {path}: {len(text)} bytes, where at most {_LONGEST_SCRIPT} are read")
-    return Learn(path.name, text, _PRINTED[settings.log_level], _rules(settings))
+    return Learn(path.name, _PRINTED[settings.log_level], _rules(settings)), text
 
 
-def _pool_settings(settings: Settings, script: Learn | None) -> PoolSettings:
+def _pool_settings(settings: Settings, script: _Script | None) -> PoolSettings:
     return PoolSettings(
         workers=count_workers(settings),
         queue_limit=settings.queue_limit,
@@ -229,7 +231,7 @@ def _rules(settings: Settings) -> Rules:
     )
 
 
-def _images_settings(settings: Settings, script: Learn | None) -> ImagesSettings:
+def _images_settings(settings: Settings, script: _Script | None) -> ImagesSettings:
     return ImagesSettings(
         rules=_rules(settings),
         limits=Limits(
@@ -243,7 +245,7 @@ def _images_settings(settings: Settings, script: Learn | None) -> ImagesSettings
         save_new=int(settings.save_new),
         disable_args=settings.disable_args,
         types=Types({} if settings.disable_type else dict(settings.types.by_name), script is not None),
-        script_tag="" if script is None else _tag_script(script),
+        script_tag="" if script is None else _tag_script(*script),
         upload_rule=parse_rules(settings.upload_rule),
         download_rule=parse_rules(settings.download_rule),
         admin_rule=parse_rules(settings.admin_rule),
@@ -255,9 +257,9 @@ def _images_settings(settings: Settings, script: Learn | None) -> ImagesSettings
     )
 
 
-def _tag_script(script: Learn) -> str:
+def _tag_script(learn: Learn, text: bytes) -> str:
     """What tells the renditions of this script, under these rules, from those of another one."""
-    return hashlib.sha256(msgspec.msgpack.encode((script.text, script.rules))).hexdigest()[:16]
+    return hashlib.sha256(msgspec.msgpack.encode((text, learn.rules))).hexdigest()[:16]
 
 
 def _fold_headers(lines: tuple[str, ...]) -> tuple[tuple[str, str], ...]:

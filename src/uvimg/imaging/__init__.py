@@ -39,13 +39,12 @@ class Render(msgspec.Struct, frozen=True, tag=True):
 
 
 class Learn(msgspec.Struct, frozen=True, tag=True):
-    """Read the script of the types, once, before any RenderType. Answered by Learnt or Refused.
+    """Read the script of the types, the frame's bytes, once, before any RenderType. Answered by Learnt or Refused.
 
     `name` stands in its errors. What it prints above `level` (0 to 7, as in syslog) is left out.
     """
 
     name: str
-    text: bytes
     level: int
     rules: Rules
 

@@ -73,7 +73,7 @@ _PASSED_ON = (
 class PoolSettings:
     """`queue_limit` counts the jobs that wait in one lane; `jobs_per_worker` is 0 for no end.
 
-    `script` is what every worker learns before its first job.
+    `script` is what every worker learns before its first job, with its text.
     """
 
     workers: int
@@ -83,7 +83,7 @@ class PoolSettings:
     jobs_per_worker: int
     sandbox: Literal["auto", "require", "off"]
     formats: tuple[Format, ...]
-    script: Learn | None = None
+    script: tuple[Learn, bytes] | None = None
 
 
 class WorkerDied(Exception):
@@ -503,7 +503,7 @@ async def _start_worker(settings: PoolSettings) -> _Worker:
         if settings.sandbox == "require" and "landlock" not in ready.confined_by:
             raise WorkerDied("sandbox is 'require', but this kernel has no Landlock to confine workers with")
         if settings.script is not None:
-            await _teach(reader, writer, settings.script, settings.timeout_s)
+            await _teach(reader, writer, *settings.script, settings.timeout_s)
     except BaseException as exc:
         end.close()
         raw.close()
@@ -519,9 +519,11 @@ async def _start_worker(settings: PoolSettings) -> _Worker:
     return _Worker(process, reader, writer, raw, ready, until)
 
 
-async def _teach(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, script: Learn, timeout_s: float) -> None:
+async def _teach(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, script: Learn, text: bytes, timeout_s: float
+) -> None:
     """Have a new worker read the script. WorkerDied where that is broken."""
-    writer.write(encode_frame(Order(script), 0))
+    writer.writelines((encode_frame(Order(script), len(text)), text))
     try:
         async with asyncio.timeout(timeout_s):
             answer, _ = await _read_reply(reader)

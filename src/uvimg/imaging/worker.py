@@ -166,7 +166,7 @@ def _answer(job: Job, original: Original, scripting: "_Scripting | None") -> tup
                 return _render(job.format, job.plan, original)
             case Learn():
                 assert scripting is not None
-                return scripting.learn(job), b""
+                return scripting.learn(job, original.read(original.size)), b""
             case RenderType():
                 assert scripting is not None
                 return scripting.render(job, original)
@@ -193,9 +193,9 @@ class _Scripting:
         self._scripts = scripts
         self._script: scripts.Script | None = None
 
-    def learn(self, job: Learn) -> Learnt | Refused:
+    def learn(self, job: Learn, text: bytes) -> Learnt | Refused:
         try:
-            self._script = self._scripts.Script(job.name, job.text, job.level, job.rules)
+            self._script = self._scripts.Script(job.name, text, job.level, job.rules)
         except self._scripts.ScriptError as exc:
             return Refused("script", str(exc))
         return Learnt(self._script.printed)
