@@ -11,6 +11,7 @@ import pytest
 
 from bench import corpus
 from tests.conftest import Server, make_photo
+from tests.test_pool import settings as pool_settings
 from tests.test_supervisor import serving
 from tests.test_wire import wait_until
 from uvimg import config
@@ -23,7 +24,7 @@ from uvimg.core.plan import Rules
 from uvimg.core.route import Show, route
 from uvimg.core.types import Types, parse_tables
 from uvimg.imaging import Learn
-from uvimg.imaging.pool import Pool, PoolSettings, WorkerDied
+from uvimg.imaging.pool import Pool, WorkerDied
 from uvimg.store import open_store
 
 ROOT = Path(__file__).parent.parent
@@ -228,7 +229,7 @@ def test_a_broken_script_is_told_in_one_line_and_nothing_is_served(tmp_path: Pat
 
 async def test_a_script_that_does_not_end_while_it_is_read_starts_no_worker() -> None:
     endless = Learn("s.lua", 6, Rules()), b"while true do end"
-    pool = Pool(PoolSettings(1, 1, 0.5, 4 << 30, 0, "auto", ("jpeg",), endless))
+    pool = Pool(pool_settings(timeout_s=0.5, formats=("jpeg",), script=endless))
     with pytest.raises(WorkerDied, match=r"script s\.lua: it was not read to its end in 0\.5 s"):
         await pool.start()
     assert pool.pids == []
