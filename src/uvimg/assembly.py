@@ -6,11 +6,14 @@ Below `web`, so that an aiohttp application of ours can start a service in someb
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
+
+import msgspec
 
 from uvimg import __version__, config, logs
 from uvimg.apps.images import Images, ImagesSettings, Rendition, weigh
@@ -24,8 +27,9 @@ from uvimg.core.errors import StoreDown
 from uvimg.core.formats import Format, parse_output_format
 from uvimg.core.plan import Rules
 from uvimg.core.pyramid import PyramidRules
+from uvimg.core.types import Types
 from uvimg.cores import usable_cores
-from uvimg.imaging import Limits, Ready
+from uvimg.imaging import Learn, Limits, Ready
 from uvimg.imaging.pool import Pool, PoolSettings
 from uvimg.metrics import Metrics, Reading, watch_process
 from uvimg.service import Service
@@ -51,17 +55,18 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
 
     One that `has_siblings` at the same place is well there, though it drains itself, while any of them serves.
     """
+    script = _read_script(settings)
     metrics = Metrics(settings.metrics_dir)
     async with _publishing(metrics):
         store = open_store(settings.store)
         try:
-            pool = Pool(_pool_settings(settings))
+            pool = Pool(_pool_settings(settings, script))
             ready = await pool.start()
             try:
                 _check_formats(settings, ready)
                 cache: Cache[Any, Rendition] = Cache(settings.cache_size, weigh)
                 intermediates = Intermediates(_pyramid_rules(settings), store, pool)
-                images = Images(_images_settings(settings), store, pool, cache, intermediates)
+                images = Images(_images_settings(settings, script), store, pool, cache, intermediates)
                 access_log = logs.make_access_log() if settings.access_log else None
                 version = (store.near or _Unchanging()).version
 
@@ -121,7 +126,7 @@ def _watch(
     metrics: Metrics, service: Service, pool: Pool, cache: Cache[Any, Rendition], store: Store, settings: Settings
 ) -> None:
     metrics.watch(watch_process(lambda: pool.pids, lambda: service.draining))
-    metrics.watch(lambda: _read_pool(pool, _pool_settings(settings)))
+    metrics.watch(lambda: _read_pool(pool, _pool_settings(settings, None)))
     metrics.watch(lambda: _read_cache(cache, settings.cache_size))
     metrics.view(lambda: _read_store(store))
 
@@ -197,7 +202,29 @@ def count_workers(settings: Settings) -> int:
     return settings.workers or usable_cores()
 
 
-def _pool_settings(settings: Settings) -> PoolSettings:
+# How a script is to be read, and its text.
+_Script = tuple[Learn, bytes]
+# More text than anybody writes; it goes to every worker.
+_LONGEST_SCRIPT = 1 << 20
+# zimg's scripts count as syslog does.
+_PRINTED = {"debug": 7, "info": 6, "warning": 4, "error": 3}
+
+
+def _read_script(settings: Settings) -> _Script | None:
+    """The script of the types, if there is one. It is read here, for a worker may open no file."""
+    if not settings.script or settings.disable_type:
+        return None
+    path = Path(settings.script)
+    try:
+        text = path.read_bytes()
+    except OSError as exc:
+        raise CannotStart(f"script {path}: {exc.strerror}") from exc
+    if len(text) > _LONGEST_SCRIPT:
+        raise CannotStart(f"script {path}: {len(text)} bytes, where at most {_LONGEST_SCRIPT} are read")
+    return Learn(path.name, _PRINTED[settings.log_level], _rules(settings)), text
+
+
+def _pool_settings(settings: Settings, script: _Script | None) -> PoolSettings:
     return PoolSettings(
         workers=count_workers(settings),
         queue_limit=settings.queue_limit,
@@ -207,6 +234,7 @@ def _pool_settings(settings: Settings) -> PoolSettings:
         jobs_per_worker=settings.worker_jobs,
         sandbox=settings.sandbox,
         formats=cast(tuple[Format, ...], settings.allowed_types),
+        script=script,
     )
 
 
@@ -217,22 +245,26 @@ def _operations_settings(settings: Settings) -> OperationsSettings:
     )
 
 
-def _images_settings(settings: Settings) -> ImagesSettings:
+def _rules(settings: Settings) -> Rules:
+    return Rules(
+        quality=settings.quality,
+        format=parse_output_format(settings.format),
+        background=config.parse_colour(settings.background),
+        zoom_up=not settings.disable_zoom_up,
+        max_side=settings.max_output_side,
+        max_pixels=settings.max_output_pixels,
+        max_frames=settings.max_output_frames,
+        fast_shrink=settings.fast_shrink,
+        webp_effort=settings.webp_effort,
+        avif_effort=settings.avif_effort,
+        gif_effort=settings.gif_effort,
+        png_compression=settings.png_compression,
+    )
+
+
+def _images_settings(settings: Settings, script: _Script | None) -> ImagesSettings:
     return ImagesSettings(
-        rules=Rules(
-            quality=settings.quality,
-            format=parse_output_format(settings.format),
-            background=config.parse_colour(settings.background),
-            zoom_up=not settings.disable_zoom_up,
-            max_side=settings.max_output_side,
-            max_pixels=settings.max_output_pixels,
-            max_frames=settings.max_output_frames,
-            fast_shrink=settings.fast_shrink,
-            webp_effort=settings.webp_effort,
-            avif_effort=settings.avif_effort,
-            gif_effort=settings.gif_effort,
-            png_compression=settings.png_compression,
-        ),
+        rules=_rules(settings),
         limits=Limits(
             max_pixels=settings.max_pixels,
             max_side=settings.max_side,
@@ -244,6 +276,8 @@ def _images_settings(settings: Settings) -> ImagesSettings:
         save_new=int(settings.save_new),
         recode=settings.recode,
         disable_args=settings.disable_args,
+        types=Types({} if settings.disable_type else dict(settings.types.by_name), script is not None),
+        script_tag="" if script is None else _tag_script(*script),
         upload_rule=parse_rules(settings.upload_rule),
         download_rule=parse_rules(settings.download_rule),
         admin_rule=parse_rules(settings.admin_rule),
@@ -253,6 +287,11 @@ def _images_settings(settings: Settings) -> ImagesSettings:
         index_page=_read_page("index.html", settings.index_page),
         admin_page=_read_page("admin.html", settings.admin_page),
     )
+
+
+def _tag_script(learn: Learn, text: bytes) -> str:
+    """What tells the renditions of this script, under these rules, from those of another one."""
+    return hashlib.sha256(msgspec.msgpack.encode((text, learn.rules))).hexdigest()[:16]
 
 
 def _pyramid_rules(settings: Settings) -> PyramidRules:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, get_origin
 from uvimg import __version__, config
 from uvimg.config import ConfigError, Settings
 from uvimg.core.errors import UvimgError
+from uvimg.core.types import Tables
 from uvimg.store import Finding, open_store
 
 if TYPE_CHECKING:
@@ -272,4 +273,6 @@ def _metavar(declaration: config.Declaration) -> str:
         return "SIZE"
     if declaration.unit == "s":
         return "SECONDS"
+    if declaration.kind is Tables:
+        return "TABLE"
     return "N" if declaration.kind is int else "TEXT"

@@ -10,7 +10,7 @@ import struct
 import msgspec
 
 from uvimg.core.formats import Format, OutputFormat
-from uvimg.core.plan import Engine, Plan, Source, choose_engine
+from uvimg.core.plan import Engine, Plan, Rules, Source, choose_engine
 
 PREFIX = struct.Struct(">II")
 
@@ -48,7 +48,25 @@ def rendering(plan: Plan, source: Source) -> Render:
     return Render(source.format, plan, choose_engine(plan, source), source.orientation)
 
 
-Job = Inspect | Render
+class Learn(msgspec.Struct, frozen=True, tag=True):
+    """Read the script of the types, the frame's bytes, once, before any RenderType. Answered by Learnt or Refused.
+
+    `name` stands in its errors. What it prints above `level` (0 to 7, as in syslog) is left out.
+    """
+
+    name: str
+    level: int
+    rules: Rules
+
+
+class RenderType(msgspec.Struct, frozen=True, tag=True):
+    """Ask the script about a type and carry out what it says. Answered by Rendered and its bytes, or Refused."""
+
+    name: str
+    source: Source
+
+
+Job = Inspect | Render | Learn | RenderType
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -67,6 +85,17 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     confined_by: tuple[str, ...]
 
 
+class Printed(msgspec.Struct, frozen=True, array_like=True):
+    """A line that a script had logged; `level` as in syslog."""
+
+    level: int
+    text: str
+
+
+class Learnt(msgspec.Struct, frozen=True, tag=True):
+    printed: tuple[Printed, ...] = ()
+
+
 class Inspected(msgspec.Struct, frozen=True, tag=True):
     source: Source
 
@@ -74,7 +103,7 @@ class Inspected(msgspec.Struct, frozen=True, tag=True):
 class Rendered(msgspec.Struct, frozen=True, tag=True):
     """The frame's bytes are the rendition; with `as_original` there are none, the original is the rendition.
 
-    `engine` is the one that made it in the end.
+    `engine` is the one that made it in the end; `plan` is what a script wanted, and `lasts` whether that may be kept.
     """
 
     format: Format | OutputFormat
@@ -82,16 +111,20 @@ class Rendered(msgspec.Struct, frozen=True, tag=True):
     height: int
     as_original: bool = False
     engine: Engine = "libvips"
+    plan: Plan | None = None
+    lasts: bool = True
+    printed: tuple[Printed, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The image cannot be worked on: `kind` chooses our error, `detail` is fit for the public."""
+    """The image cannot be worked on: `kind` chooses our error, `detail` is fit for the public but for "script"."""
 
     kind: str
     detail: str
+    printed: tuple[Printed, ...] = ()
 
 
-Reply = Ready | Inspected | Rendered | Refused
+Reply = Ready | Learnt | Inspected | Rendered | Refused
 
 
 def encode_frame(head: msgspec.Struct, size: int) -> bytes:

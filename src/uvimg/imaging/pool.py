@@ -27,12 +27,36 @@ from typing import Literal, cast, get_args
 import msgspec
 
 from uvimg.core.cost import takes_long_to_inspect
-from uvimg.core.errors import BeyondLimits, Overloaded, TooSlow, Undecodable, UvimgError, WorkerFailed
+from uvimg.core.errors import (
+    BeyondLimits,
+    NotFound,
+    Overloaded,
+    ScriptFailed,
+    TooSlow,
+    Undecodable,
+    UvimgError,
+    WorkerFailed,
+)
 from uvimg.core.formats import Format
 from uvimg.core.message import Content, FilePart
-from uvimg.imaging import PREFIX, Inspect, Inspected, Job, Order, Ready, Refused, Rendered, Reply, encode_frame
+from uvimg.imaging import (
+    PREFIX,
+    Inspect,
+    Inspected,
+    Job,
+    Learn,
+    Learnt,
+    Order,
+    Printed,
+    Ready,
+    Refused,
+    Rendered,
+    Reply,
+    encode_frame,
+)
 
 log = logging.getLogger("uvimg.imaging")
+script_log = logging.getLogger("uvimg.script")
 
 Lane = Literal["uploads", "fast", "slow", "background"]
 LANES: tuple[Lane, ...] = get_args(Lane)
@@ -79,6 +103,7 @@ class PoolSettings:
 
     `queue_limit` counts the jobs that wait in a lane, `slow_queue_limit` those of the slow lane;
     `jobs_per_worker` is 0 for no end.
+    `script` is what every worker learns before its first job, with its text.
     """
 
     workers: int
@@ -89,6 +114,7 @@ class PoolSettings:
     jobs_per_worker: int
     sandbox: Literal["auto", "require", "off"]
     formats: tuple[Format, ...]
+    script: tuple[Learn, bytes] | None = None
 
     def queue_limit_of(self, lane: Lane) -> int:
         """How many jobs may wait in a lane."""
@@ -102,6 +128,10 @@ class WorkerDied(Exception):
 
 
 Answer = tuple[Inspected | Rendered, bytes]
+
+
+class ScriptError(Exception):
+    """What a script failed of, with its file and line."""
 
 
 class Pool:
@@ -163,7 +193,8 @@ class Pool:
         """Have a job done. `original` is not used any more when this returns or raises.
 
         Raises Overloaded at once when the lane is full, TooSlow past the deadline, Undecodable and
-        BeyondLimits for the image's own faults, WorkerFailed when two workers died of it.
+        BeyondLimits for the image's own faults, NotFound and ScriptFailed for what a script makes of its type,
+        WorkerFailed when two workers died of it.
         """
         assert isinstance(original, bytes) or original.start == 0, "a worker is given whole files"
         done = asyncio.get_running_loop().create_future()
@@ -180,8 +211,14 @@ class Pool:
             self.refused[lane] += 1
             raise
         if isinstance(answer, Refused):
+            _log_printed(answer.printed)
+            if answer.kind == "script":
+                # Where it failed is for the log alone.
+                raise ScriptFailed() from ScriptError(answer.detail)
             raise _translate(answer)
         assert isinstance(answer, Inspected | Rendered)
+        if isinstance(answer, Rendered):
+            _log_printed(answer.printed)
         return answer, body
 
     @property
@@ -555,7 +592,20 @@ class _Errand:
 def _translate(refused: Refused) -> UvimgError:
     if refused.kind in ("limits", "memory"):
         return BeyondLimits(refused.detail)
+    if refused.kind == "type":
+        return NotFound(refused.detail)
     return Undecodable(f"The image cannot be decoded: {refused.detail}.")
+
+
+# As in syslog, which zimg's scripts count by: 0 to 3 are errors.
+_LEVELS = (*[logging.ERROR] * 4, logging.WARNING, logging.INFO, logging.INFO, logging.DEBUG)
+
+
+def _log_printed(printed: tuple[Printed, ...]) -> None:
+    """What a script had logged. A worker that was taken over may not forge a line."""
+    for line in printed:
+        text = line.text if line.text.isprintable() else ascii(line.text)
+        script_log.log(_LEVELS[max(0, min(7, line.level))], "%s", text)
 
 
 class _Worker(asyncio.BufferedProtocol):
@@ -710,6 +760,7 @@ async def _start_worker(settings: PoolSettings, niceness: int) -> _Worker:
         "memory_bytes": settings.memory_bytes,
         "sandbox": settings.sandbox,
         "allowed": settings.formats,
+        "scripted": settings.script is not None,
         "niceness": niceness,
     }
     loop = asyncio.get_running_loop()
@@ -734,20 +785,18 @@ async def _start_worker(settings: PoolSettings, niceness: int) -> _Worker:
                 process = await creating
                 raise
         worker = _Worker(process, raw)
-        first: asyncio.Future[Reply | None] = loop.create_future()
-
-        def settle(answer: Reply | None) -> None:
-            if not first.done():
-                first.set_result(answer)
-
-        worker.on_answer, worker.on_loss = lambda _, answer, __: settle(answer), lambda _: settle(None)
+        answers: asyncio.Queue[Reply | None] = asyncio.Queue()
+        worker.on_answer = lambda _, answer, __: answers.put_nowait(answer)
+        worker.on_loss = lambda _: answers.put_nowait(None)
         end, _ = await loop.create_unix_connection(lambda: worker, sock=ours)
         async with asyncio.timeout(_START_TIMEOUT_S):
-            ready = await first
+            ready = await answers.get()
         if not isinstance(ready, Ready):
             raise EOFError
         if settings.sandbox == "require" and "landlock" not in ready.confined_by:
             raise WorkerDied("sandbox is 'require', but this kernel has no Landlock to confine workers with")
+        if settings.script is not None:
+            await _teach(worker, answers, *settings.script, settings.timeout_s)
     except BaseException as exc:
         end.close()
         raw.close()
@@ -762,3 +811,23 @@ async def _start_worker(settings: PoolSettings, niceness: int) -> _Worker:
     # Not all at the same moment: a tenth of the workers' count apart.
     worker.jobs_until_recycled = round(settings.jobs_per_worker * random.uniform(0.9, 1.1)) or -1
     return worker
+
+
+async def _teach(
+    worker: _Worker, answers: "asyncio.Queue[Reply | None]", script: Learn, text: bytes, timeout_s: float
+) -> None:
+    """Have a new worker read the script. WorkerDied where that is broken."""
+    if not worker.tell(script, text):
+        raise EOFError
+    # It was no job.
+    worker.jobs = 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            answer = await answers.get()
+    except TimeoutError:
+        raise WorkerDied(f"script {script.name}: it was not read to its end in {timeout_s:g} s") from None
+    if isinstance(answer, Refused):
+        raise WorkerDied(f"script {answer.detail}")
+    if not isinstance(answer, Learnt):
+        raise EOFError
+    _log_printed(answer.printed)

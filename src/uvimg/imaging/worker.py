@@ -22,22 +22,27 @@ os.environ["VIPS_DISC_THRESHOLD"] = "100g"
 
 import pyvips
 
+from uvimg.core.errors import BadParameter
 from uvimg.core.formats import FORMATS, OUTPUT_FORMATS, Format, is_srgb_profile, jpeg_quality, keep_only_pixels
-from uvimg.core.plan import Crop, Encode, Flatten, Gray, Load, Plan, Rotate, Source, Step, choose_divisor
+from uvimg.core.plan import Crop, Encode, Flatten, Gray, Load, Plan, Rotate, Scale, Source, Step, choose_divisor
 from uvimg.imaging import (
     PREFIX,
     Inspect,
     Inspected,
     Job,
+    Learn,
+    Learnt,
     Limits,
     Order,
     Ready,
     Refused,
     Render,
     Rendered,
+    RenderType,
     Reply,
     encode_frame,
     jpeg,
+    rendering,
 )
 from uvimg.imaging.confine import confine, die_with_parent, limit
 
@@ -63,7 +68,10 @@ _jpeg = jpeg.Engine()
 
 
 class Arguments(msgspec.Struct, frozen=True):
-    """What the parent says on the command line. `sandbox` is "auto", "require" or "off"; `niceness` adds to its own."""
+    """What the parent says on the command line. `sandbox` is "auto", "require" or "off"; `niceness` adds to its own.
+
+    `scripted` announces a script, whose text would be too long for a command line.
+    """
 
     socket_fd: int
     parent_pid: int
@@ -71,6 +79,7 @@ class Arguments(msgspec.Struct, frozen=True):
     sandbox: str
     allowed: tuple[str, ...]
     niceness: int = 0
+    scripted: bool = False
 
 
 def main() -> None:
@@ -93,6 +102,7 @@ def main() -> None:
     # in turn may only work once confined, for the threads that it starts then stay.
     is_srgb_profile(b"")
     _jpeg.try_out()
+    scripting = _Scripting() if arguments.scripted else None
     in_force: tuple[str, ...] = ()
     limit(arguments.memory_bytes)
     if arguments.sandbox != "off":
@@ -103,7 +113,7 @@ def main() -> None:
     while (received := _receive(connection)) is not None:
         job, original = received
         with original:
-            answer, body = _answer(job, original)
+            answer, body = _answer(job, original, scripting)
         _send(connection, encode_frame(answer, len(body)), body)
 
 
@@ -186,13 +196,19 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _answer(job: Job, original: Original) -> tuple[Reply, bytes]:
+def _answer(job: Job, original: Original, scripting: "_Scripting | None") -> tuple[Reply, bytes]:
     try:
         match job:
             case Inspect():
                 return _inspect(job.format, original, job.limits), b""
             case Render():
                 return _render(job, original)
+            case Learn():
+                assert scripting is not None
+                return scripting.learn(job, original.read(original.size)), b""
+            case RenderType():
+                assert scripting is not None
+                return scripting.render(job, original)
     except pyvips.Error as exc:
         # libvips' own words, and libjpeg's.
         if "out of memory" in str(exc) or "Insufficient memory" in str(exc):
@@ -204,6 +220,40 @@ def _answer(job: Job, original: Original) -> tuple[Reply, bytes]:
         # Our own bug: the log says where, the parent answers 500, and this process starts anew.
         traceback.print_exc()
         raise SystemExit(1) from None
+
+
+class _Scripting:
+    """The script of the types. Made before this process is confined, for it is then that lupa can be imported."""
+
+    def __init__(self) -> None:
+        # Only where there is a script: it takes memory, and a moment.
+        from uvimg.imaging import scripts
+
+        self._scripts = scripts
+        self._script: scripts.Script | None = None
+
+    def learn(self, job: Learn, text: bytes) -> Learnt | Refused:
+        try:
+            self._script = self._scripts.Script(job.name, text, job.level, job.rules)
+        except self._scripts.ScriptError as exc:
+            return Refused("script", str(exc))
+        return Learnt(self._script.printed)
+
+    def render(self, job: RenderType, original: Original) -> tuple[Reply, bytes]:
+        """Carry out what the script says, like any other plan."""
+        assert self._script is not None
+        run = self._script.ask(job.name, job.source)
+        # zimg's own sample says that it failed, goes on, and fails.
+        if run.error and run.code != -1:
+            return Refused("script", run.error, run.printed), b""
+        if run.code is None or run.code < 0:
+            return Refused("type", "There is no such type of this image.", run.printed), b""
+        try:
+            plan = run.recording.plan()
+        except BadParameter as exc:
+            return Refused("limits", exc.detail, run.printed), b""
+        rendered, body = _render(rendering(plan, job.source), original)
+        return msgspec.structs.replace(rendered, plan=plan, lasts=run.code > 0, printed=run.printed), body
 
 
 _NO_MEMORY = Refused("memory", "The image needs more memory than a worker has.")
@@ -417,6 +467,8 @@ def _to_8_bit(image: Image, gray: bool) -> Image:
 
 def _execute(step: Step, image: Image) -> Image:
     match step:
+        case Scale():
+            return _scale(step, image)
         case Crop():
             return image.crop(step.left, step.top, step.width, step.height)
         case Gray():
@@ -447,6 +499,19 @@ def _gray(image: Image) -> Image:
 @functools.cache
 def _luma_matrix() -> Image:
     return pyvips.Image.new_from_array([list(_LUMA)])
+
+
+def _scale(step: Scale, image: Image) -> Image:
+    """As Load scales, alpha premultiplied. What a frame of an animation says of its strip is put right on the way."""
+    image = _as_one_page(image)
+    return _as_one_page(image.thumbnail_image(step.width, height=step.height, size="force", no_rotate=True))
+
+
+def _as_one_page(image: Image) -> Image:
+    if "page-height" in image.get_fields():
+        image = image.copy()
+        image.set_type(pyvips.GValue.gint_type, "page-height", image.height)
+    return image
 
 
 def _rotate(step: Rotate, image: Image) -> Image:
