@@ -43,13 +43,20 @@ Run = Callable[[Any, Any], tuple[Any, bytes]]
 def run() -> Iterator[Run]:
     """Has a confined worker do a job on bytes or a file."""
     settings = PoolSettings(
-        workers=1, queue_limit=9, timeout_s=60, memory_bytes=4 << 30, jobs_per_worker=0, sandbox="auto", formats=FORMATS
+        workers=1,
+        queue_limit=9,
+        slow_queue_limit=9,
+        timeout_s=60,
+        memory_bytes=4 << 30,
+        jobs_per_worker=0,
+        sandbox="auto",
+        formats=FORMATS,
     )
     with asyncio.Runner() as runner:
         pool = Pool(settings)
         runner.run(pool.start())
         try:
-            yield lambda job, original: runner.run(pool.run(job, original, "renditions"))
+            yield lambda job, original: runner.run(pool.run(job, original, "fast"))
         finally:
             runner.run(pool.stop())
 

@@ -425,7 +425,8 @@ def choose_engine(plan: Plan, source: Source) -> Engine:
     if source.format != "jpeg" or source.managed or source.has_alpha or encode.max_bytes:
         return "libvips"
     gray = source.gray or any(isinstance(step, Gray) for step in rest)
-    if not (encode.format == "jpeg" or (encode.format == "webp" and not gray)):
+    # Only libvips' libjpeg knows what more effort is.
+    if not ((encode.format == "jpeg" and not encode.effort) or (encode.format == "webp" and not gray)):
         return "libvips"
     full = source.upright_size
     if load.width > full[0] or load.height > full[1] or min(load.width, load.height) < _JPEG_LEAST_SIDE:

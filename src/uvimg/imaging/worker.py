@@ -435,6 +435,7 @@ def _load(load: Load, original: Original) -> Iterator[Image]:
         # thumbnail also turns upright, converts colours and premultiplies alpha, so it serves at any size.
         options = {"height": load.height, "size": "force", **colours}
         if load.fast:
+            # At its own size thumbnail_image leaves the pixels alone; it turns upright and converts colours.
             image = _load_small(load, original).thumbnail_image(load.width, **options)
         else:
             image = pyvips.Image.thumbnail_source(original.source(), load.width, **options)
