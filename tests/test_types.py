@@ -258,3 +258,14 @@ async def test_a_script_that_cannot_be_read_or_is_too_long_is_told(tmp_path: Pat
     with pytest.raises(CannotStart, match="No such file"):
         async with assemble(settings):
             pass
+
+
+async def test_whatever_a_scripts_file_is_called_its_error_is_one_line(tmp_path: Path) -> None:
+    for name in ("line\nbreak.lua", "\udcff.lua"):
+        script = tmp_path / name
+        script.write_text("\nx = = 1\n")
+        settings = load({"store": "memory:", "script": str(script), "workers": 1}, {})
+        with pytest.raises(WorkerDied, match=r"lua':2: unexpected symbol") as caught:
+            async with assemble(settings):
+                pass
+        assert str(caught.value).isprintable()
