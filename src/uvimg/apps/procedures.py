@@ -55,8 +55,10 @@ class Procedures:
         if procedure not in PROCEDURES:
             raise NotImplementedHere("There is no such procedure.")
         fields = decode_fields(body, read_coding(content_type))
+        if procedure == "echo":
+            return _answer(fields)
         do: Callable[[Arguments], Awaitable[Response]] = getattr(self, f"_{procedure}")
-        return _answer(fields) if procedure == "echo" else await do(Arguments(fields))
+        return await do(Arguments(fields))
 
     # The server
 
