@@ -70,7 +70,7 @@ class Procedures:
             "version": f"uvimg {__version__}",
             "dialect": self._dialect,
             "uptime": str(int(time.monotonic() - self._started)),
-            "db_total_count": str(await self._values.count_all()),
+            "db_total_count": str(sum((await self._values.databases()).values())),
         }
         return _answer((name.encode(), value.encode()) for name, value in told.items())
 
