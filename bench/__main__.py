@@ -17,7 +17,8 @@ from bench import report, variants
 from bench.result import Result, compare
 from bench.rounds import Subject, measure
 from bench.serving import BenchError
-from bench.variants import SUITES, Site, Suite, Variant
+from bench.site import Site, Variant, find_missing
+from bench.variants import SUITES, Suite
 
 
 def main(
@@ -71,7 +72,8 @@ def _make_parser(suites: dict[str, Suite]) -> argparse.ArgumentParser:
         default=[],
         type=_named_url,
         metavar="NAME=URL",
-        help="a server that runs already: URL is asked of it in every case (requests/s only)",
+        help="a server that runs already: URL is asked of it in every case (requests/s only); {w}, {h} and {q} in it "
+        "are filled in where renditions are made",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument(
@@ -115,7 +117,7 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
     old = report.read_json(arguments.compare) if arguments.compare else None
     # Where Debian has nginx; only root's PATH has it.
     os.environ["PATH"] += ":/usr/sbin"
-    if missing := variants.find_missing("taskset"):
+    if missing := find_missing("taskset"):
         raise BenchError(missing)
     seconds = arguments.seconds or (1.0 if arguments.quick else 2.0)
     rounds = arguments.rounds or (3 if arguments.quick else 5)

@@ -90,11 +90,12 @@ def _format_goal(goal: Goal, result: Result, results: Sequence[Result]) -> str:
     if verdict.figure is None:
         return f"  ? {subject}: {than} was not measured{aim}"
     mark = {True: "✓", False: "✗", None: "·"}[verdict.is_met]
-    figure = f"{verdict.figure:.2f}"
+    digits = 2 if goal.by == "ratio" else MEASURES[goal.measure].digits
+    figure = f"{verdict.figure:.{digits}f}"
     if len(verdict.rounds) > 1:
-        figure += f" [{min(verdict.rounds):.2f}–{max(verdict.rounds):.2f}]"
-    if goal.is_ratio:
-        figure += f" × {than}"
+        figure += f" [{min(verdict.rounds):.{digits}f}–{max(verdict.rounds):.{digits}f}]"
+    if goal.is_relative:
+        figure += f" × {than}" if goal.by == "ratio" else f" more than {than}"
     return f"  {mark} {subject}: {figure}{aim}"
 
 

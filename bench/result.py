@@ -29,8 +29,12 @@ MEASURES = {
         Measure("p99_ms", "p99 ms", 2),
         Measure("max_ms", "max ms", 1),
         Measure("load", "server busy %", 0, "more"),
+        Measure("client", "client busy %", 0),
         Measure("rss_mib", "RSS MiB", 1),
         Measure("connection_kib", "KiB/connection", 2),
+        Measure("jobs", "jobs", 0, "more"),
+        Measure("growth", "growth %", 1),
+        Measure("rss_growth", "RSS growth %", 1),
     )
 }
 
@@ -57,7 +61,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A bound on a variant's measure: on its ratio to `rival` (in `case`, where that is another), or on itself."""
+    """A bound on a variant's measure: beside that of `rival` (in `case`, where that is another), or on itself."""
 
     variant: str
     measure: str
@@ -66,9 +70,11 @@ class Goal:
     value: float | None
     rival: str = ""
     case: str = ""
+    # How the two are compared: by what one is of the other, or by what it has more.
+    by: Literal["ratio", "difference"] = "ratio"
 
     @property
-    def is_ratio(self) -> bool:
+    def is_relative(self) -> bool:
         return bool(self.rival or self.case)
 
 
@@ -88,14 +94,17 @@ class Verdict:
 def judge(goal: Goal, result: Result, results: Iterable[Result]) -> Verdict:
     """Hold a goal against the medians of the same run."""
     figure, rounds = result.median(goal.measure), result.measures.get(goal.measure, ())
-    if goal.is_ratio:
+    if goal.is_relative:
         case, variant = goal.case or result.case, goal.rival or result.variant
         rival = find(results, result.suite, case, variant)
         base = rival.median(goal.measure) if rival else None
         if figure is None or rival is None or not base:
             return Verdict(goal)
-        figure = figure / base
-        rounds = tuple(ours / theirs for ours, theirs in zip(rounds, rival.measures[goal.measure], strict=False))
+        pairs = zip(rounds, rival.measures[goal.measure], strict=False)
+        if goal.by == "ratio":
+            figure, rounds = figure / base, tuple(ours / theirs for ours, theirs in pairs)
+        else:
+            figure, rounds = figure - base, tuple(ours - theirs for ours, theirs in pairs)
     if figure is None:
         return Verdict(goal)
     met = None
