@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import corpus, serving
+from bench import corpus, keyvalue, serving
 from bench.exchange import Ask, exchange
 from bench.load import Idle, KeepAlive, Load, NewConnections
 from bench.makers import (
@@ -440,7 +440,19 @@ _MEMORY = Suite(
     ),
 )
 
-SUITES = {suite.name: suite for suite in (_HELLO, _STATIC, _CONNECTIONS, _RESIZE, _SCRIPT, _MEMORY)}
+_KV = Suite(
+    "kv",
+    "Values under keys: the published load, a mixed one, durable writes, very many keys",
+    tuple(
+        tuple(
+            Case(name, Content.VALUE, load, servers, goals, published=published)
+            for name, load, servers, goals, published in rows
+        )
+        for rows in keyvalue.ROWS
+    ),
+)
+
+SUITES = {suite.name: suite for suite in (_HELLO, _STATIC, _CONNECTIONS, _RESIZE, _SCRIPT, _MEMORY, _KV)}
 
 
 def make_site(folder: Path) -> Site:
