@@ -300,8 +300,8 @@ def read_type(headers: Mapping[str, str]) -> str:
     text = headers.get("content-type") or "application/octet-stream"
     if len(text) > 255:
         raise BadRequest("Content-Type has more than 255 characters.")
-    if not text.isascii():
-        raise BadRequest("Content-Type is not ASCII.")
+    if not (text.isascii() and text.isprintable()):
+        raise BadRequest("Content-Type is not printable ASCII.")
     return text
 
 
