@@ -36,8 +36,8 @@ from uvimg.store.local import LocalStore
 # The value of the published load: Hobbes, Leviathan, as it is quoted there. It is in the public domain.
 QUOTATION = (
     b"Man is distinguished, not only by his reason, but by this singular passion from other animals, which is a lust "
-    b"of the mind, that by a perseverance of delight in the continued and indefatigable generation of knowledge, exceeds "
-    b"the short vehemence of any carnal pleasure. (Hobbes, Leviathan)"
+    b"of the mind, that by a perseverance of delight in the continued and indefatigable generation of knowledge, "
+    b"exceeds the short vehemence of any carnal pleasure. (Hobbes, Leviathan)"
 )
 _RIVALS = Path(__file__).parent / "rivals"
 _MANY, _MANY_QUICK, _FEW = 10_000_000, 1_000_000, 1_000
