@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from bench import report, variants
+from bench import document, report, variants
 from bench.result import Result, compare
 from bench.rounds import Subject, measure
 from bench.serving import BenchError
@@ -78,6 +78,9 @@ def _make_parser(suites: dict[str, Suite]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="write what was found to read: a page, Markdown, charts"
+    )
+    parser.add_argument(
         "--compare", type=Path, metavar="OLD.json", help="ratios to that run; exit status 1 where we are slower"
     )
     return parser
@@ -140,6 +143,8 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
     if arguments.json:
         # Now, not after ten minutes of measuring.
         report.check_writable(arguments.json)
+    if arguments.report:
+        document.make_folder(arguments.report)
     # Thousands of connections, here and in every child.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -165,6 +170,13 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
                 sys.stdout.flush()
     if arguments.json:
         report.write_json(arguments.json, machine, seconds, results)
+    if arguments.report:
+        measured = [
+            document.Chapter(suites[name], [case for case in suites[name].cases if _matches(case.name, arguments.case)])
+            for name in names
+        ]
+        document.write(arguments.report, machine, f"{rounds} rounds of {seconds:g} s", measured, results)
+        print(f"\n{arguments.report / 'index.html'}")
     failed = [result for result in results if result.outcome == "failed"]
     if failed:
         print(f"\nFAILED: {len(failed)}, see above", file=sys.stderr)

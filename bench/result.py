@@ -25,8 +25,13 @@ MEASURES = {
     for measure in (
         Measure("cpu_us", "CPU µs/request", 2),
         Measure("rate", "requests/s", 0, "more"),
-        Measure("mean_ms", "mean ms", 2),
-        Measure("p99_ms", "p99 ms", 2),
+        Measure("mib_s", "MiB/s", 1, "more"),
+        Measure("least_ms", "min ms", 3),
+        Measure("mean_ms", "mean ms", 3),
+        Measure("deviation_ms", "± ms", 3),
+        Measure("deviation_percent", "± %", 1),
+        Measure("p50_ms", "p50 ms", 3),
+        Measure("p99_ms", "p99 ms", 3),
         Measure("max_ms", "max ms", 1),
         Measure("p50_ms", "p50 ms", 2),
         Measure("sync_rate", "fsyncs/s", 0, "more"),
@@ -57,6 +62,8 @@ class Result:
     measures: dict[str, tuple[float, ...]] = field(default_factory=dict)
     # Why it was skipped or how it failed.
     note: str = ""
+    # The requests/s that others have measured of it, on a machine of theirs.
+    published: float | None = None
 
     def median(self, measure: str) -> float | None:
         values = self.measures.get(measure)

@@ -94,7 +94,8 @@ class _Trial:
         if self._outcome == "measured":
             measures = {name: tuple(figure[name] for figure in self._figures) for name in self._figures[0]}
         suite, case, variant = self.subject.suite, self.subject.case.name, self.subject.variant
-        return Result(suite, case, variant.name, variant.ours, self._outcome, measures, self._note)
+        published = self.subject.case.published_rates.get(variant.name)
+        return Result(suite, case, variant.name, variant.ours, self._outcome, measures, self._note, published)
 
 
 def _find_log(folder: Path) -> Path:

@@ -11,7 +11,16 @@ from bench.serving import Address, BenchError, Launch
 from bench.work import Picture, Walk, draw
 
 # Program → the Debian package that has it.
-PACKAGES = {"nginx": "nginx", "wrk": "wrk", "ab": "apache2-utils", "taskset": "util-linux", "ss": "iproute2"}
+PACKAGES = {
+    "nginx": "nginx",
+    "wrk": "wrk",
+    "ab": "apache2-utils",
+    "taskset": "util-linux",
+    "ss": "iproute2",
+    "cc": "gcc libc6-dev",
+    "go": "golang-go",
+    "node": "nodejs",
+}
 
 
 class Content(StrEnum):
@@ -22,6 +31,7 @@ class Content(StrEnum):
     ORIGINAL = "original"
     UNCHANGED = "unchanged"  # a 304 to a GET of the rendition
     VALUE = "value"  # the quotation under a key, where the server has been given it
+    MESSAGES = "messages"  # raw TCP; nothing that a site has
     MADE = "made"  # renditions that have to be made; which, the load says
 
 
@@ -74,6 +84,9 @@ class Variant:
 
     def ask(self, site: Site, content: Content, address: Address) -> Ask:
         """The request for a content, with the answer that it must have."""
+        if content is Content.MESSAGES:
+            # The client knows what it sent.
+            return Ask("", 0, b"")
         if self.path:
             return Ask(self.path, 200, None)
         path = site.paths[content] if self.ours else f"/{FILE_NAMES[content]}"

@@ -10,10 +10,10 @@ import os
 import string
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench import corpus, keyvalue, serving
+from bench import corpus, echoes, keyvalue, serving
 from bench.exchange import Ask, exchange
 from bench.load import Idle, KeepAlive, Load, NewConnections
 from bench.makers import (
@@ -146,8 +146,9 @@ class Case:
     variants: tuple[Variant, ...]
     goals: tuple[Goal, ...] = ()
     processes: int = 1
-    # What others have measured, with the machine.
+    # What others have measured, with the machine, and the requests/s that they give for a variant.
     published: str = ""
+    published_rates: dict[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +245,11 @@ def _tell_published(connections: int) -> str:
     return f"2013, Xeon E3-1230 V2, ab: zimg {zimg:,}, nginx {nginx:,} requests/s ({zimg / nginx:.2f} × nginx)"
 
 
+def _rate_published(connections: int) -> dict[str, float]:
+    """zimg's place is ours."""
+    return dict(zip((TRANSPORT.name, NGINX.name), _PUBLISHED_2013[connections], strict=True))
+
+
 def _keep_alive(connections: int, goals: tuple[Goal, ...] = (), processes: int = 1) -> Case:
     return Case(
         _name_keep_alive(connections, processes),
@@ -253,6 +259,7 @@ def _keep_alive(connections: int, goals: tuple[Goal, ...] = (), processes: int =
         (*goals, *(_cpu(variant, None, NGINX) for variant in _OURS)),
         processes,
         _tell_published(connections),
+        _rate_published(connections),
     )
 
 
@@ -276,6 +283,7 @@ def _new_connections(connections: int, ours: tuple[Variant, ...] = (TRANSPORT,),
         ),
         processes,
         _tell_published(connections),
+        _rate_published(connections),
     )
 
 
@@ -452,7 +460,26 @@ _KV = Suite(
     ),
 )
 
-SUITES = {suite.name: suite for suite in (_HELLO, _STATIC, _CONNECTIONS, _RESIZE, _SCRIPT, _MEMORY, _KV)}
+_ECHO = Suite(
+    "echo",
+    "Raw TCP: messages that come back as they are, on 10 connections",
+    tuple(
+        (
+            Case(
+                f"{kib} KiB",
+                Content.MESSAGES,
+                echoes.Messages(kib * 1024),
+                echoes.VARIANTS,
+                echoes.make_goals(kib),
+                published=echoes.PUBLISHED_ON,
+                published_rates=echoes.tell_published(kib),
+            ),
+        )
+        for kib in echoes.SIZES_KIB
+    ),
+)
+
+SUITES = {suite.name: suite for suite in (_ECHO, _HELLO, _STATIC, _CONNECTIONS, _RESIZE, _SCRIPT, _MEMORY, _KV)}
 
 
 def make_site(folder: Path) -> Site:

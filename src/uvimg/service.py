@@ -13,14 +13,11 @@ from typing import Protocol
 
 from uvimg.core.errors import NotImplementedHere, Overloaded, UvimgError
 from uvimg.core.http1 import refuse_head
-from uvimg.core.message import Request, Response
+from uvimg.core.message import AccessLog, Request, Response
 from uvimg.core.tally import Tally
 from uvimg.metrics import Metrics
 
 log = logging.getLogger("uvimg")
-
-# Request, peer, status, size of the body in bytes, seconds.
-AccessLog = Callable[[Request, str, int, int, float], None]
 
 
 class App(Protocol):

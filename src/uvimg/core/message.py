@@ -5,7 +5,7 @@ by ", " (RFC 9110 5.3), so a lookup sees all of it.
 """
 
 import re
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import BinaryIO, Literal
 from urllib.parse import unquote
@@ -105,6 +105,9 @@ class Response:
         if isinstance(self.body, FilePart):
             self.body.close()
 
+
+# What is told of each answer: request, peer, status, size of the body in bytes, seconds.
+AccessLog = Callable[[Request, str, int, int, float], None]
 
 _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")
 
