@@ -1,6 +1,7 @@
 """python -m bench: every suite measured beside its rivals, in the same run, on the same machine."""
 
 import argparse
+import dataclasses
 import os
 import re
 import resource
@@ -154,7 +155,7 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
         print("The machine is not quiet: figures vary more, and requests/s are worth little.")
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        site = make_site(Path(folder))
+        site = dataclasses.replace(make_site(Path(folder)), quick=arguments.quick)
         # disable=None: only where somebody watches.
         with tqdm(total=sum(map(len, groups)) * rounds, unit="round", disable=None, leave=False) as bar:
 

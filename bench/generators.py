@@ -63,9 +63,9 @@ function done(summary, latency, requests)
     local e = summary.errors
     io.write(string.format(
         'COUNT {"requests":%%d,"us":%%d,"bytes":%%d,"connect":%%d,"read":%%d,"write":%%d,"status":%%d,"timeout":%%d,' ..
-        '"seen":%%d,"mean_us":%%.1f,"p99_us":%%.1f,"max_us":%%.1f}\\n',
+        '"seen":%%d,"mean_us":%%.1f,"p50_us":%%.1f,"p99_us":%%.1f,"max_us":%%.1f}\\n',
         summary.requests, summary.duration, summary.bytes, e.connect, e.read, e.write, e.status, e.timeout,
-        seen, latency.mean, latency:percentile(99), latency.max))
+        seen, latency.mean, latency:percentile(50), latency:percentile(99), latency.max))
 end
 """
 

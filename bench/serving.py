@@ -69,6 +69,7 @@ class Server:
 
     def __init__(self, name: str, launch: Launch, cores: Cores, log: Path) -> None:
         self.name, self.addresses, self.loops, self._log = name, launch.addresses, launch.loops, log
+        self.commands = launch.commands
         self._started: list[subprocess.Popen[bytes]] = []
         try:
             with log.open("ab") as output:

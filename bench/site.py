@@ -30,6 +30,7 @@ class Content(StrEnum):
     RENDITION = "rendition"
     ORIGINAL = "original"
     UNCHANGED = "unchanged"  # a 304 to a GET of the rendition
+    VALUE = "value"  # the quotation under a key, where the server has been given it
     MESSAGES = "messages"  # raw TCP; nothing that a site has
     MADE = "made"  # renditions that have to be made; which, the load says
 
@@ -43,6 +44,8 @@ class Site:
     paths: dict[Content, str]
     bodies: dict[Content, bytes]
     etag: str
+    # Whether this is only for a look.
+    quick: bool = False
 
     def find(self, picture: Picture) -> Path:
         """The file of a picture that renditions are made of."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench import corpus, echoes, serving
+from bench import corpus, echoes, keyvalue, serving
 from bench.exchange import Ask, exchange
 from bench.load import Idle, KeepAlive, Load, NewConnections
 from bench.makers import (
@@ -448,6 +448,18 @@ _MEMORY = Suite(
     ),
 )
 
+_KV = Suite(
+    "kv",
+    "Values under keys: the published load, a mixed one, durable writes, very many keys",
+    tuple(
+        tuple(
+            Case(name, Content.VALUE, load, servers, goals, published=published)
+            for name, load, servers, goals, published in rows
+        )
+        for rows in keyvalue.ROWS
+    ),
+)
+
 _ECHO = Suite(
     "echo",
     "Raw TCP: messages that come back as they are, on 10 connections",
@@ -467,7 +479,7 @@ _ECHO = Suite(
     ),
 )
 
-SUITES = {suite.name: suite for suite in (_ECHO, _HELLO, _STATIC, _CONNECTIONS, _RESIZE, _SCRIPT, _MEMORY)}
+SUITES = {suite.name: suite for suite in (_ECHO, _HELLO, _STATIC, _CONNECTIONS, _RESIZE, _SCRIPT, _MEMORY, _KV)}
 
 
 def make_site(folder: Path) -> Site:

@@ -18,6 +18,7 @@ import msgspec
 from uvimg import __version__, config, logs
 from uvimg.apps.images import Images, ImagesSettings, Rendition, weigh
 from uvimg.apps.intermediates import Intermediates
+from uvimg.apps.keyvalue import KeyValue, KeyValueSettings
 from uvimg.apps.operations import PATHS, Health, Operations, OperationsSettings, judge_health
 from uvimg.apps.recoding import Recoder
 from uvimg.cache import Cache
@@ -32,7 +33,7 @@ from uvimg.cores import usable_cores
 from uvimg.imaging import Learn, Limits, Ready
 from uvimg.imaging.pool import Pool, PoolSettings
 from uvimg.metrics import Metrics, Reading, watch_process
-from uvimg.service import Service
+from uvimg.service import App, Service
 from uvimg.store import Store, open_store
 
 
@@ -42,11 +43,11 @@ class CannotStart(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """`operations` answers about health and metrics alone; `ready` is what the workers can do."""
+    """`operations` answers about health and metrics alone; `ready` is what image workers can do, if there are any."""
 
     service: Service
     operations: Service
-    ready: Ready
+    ready: Ready | None
 
 
 @contextlib.asynccontextmanager
@@ -55,48 +56,84 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
 
     One that `has_siblings` at the same place is well there, though it drains itself, while any of them serves.
     """
-    script = _read_script(settings)
     metrics = Metrics(settings.metrics_dir)
-    async with _publishing(metrics):
-        store = open_store(settings.store)
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(_publishing(metrics))
+        store = open_store(settings.store, durability=settings.durability)
+        stack.push_async_callback(store.close)
+        apps: dict[str, App] = {}
+        pool: Pool | None = None
+        ready: Ready | None = None
+        if "images" in settings.apps:
+            apps["images"], pool, ready = await stack.enter_async_context(_starting_images(settings, store, metrics))
+        if "kv" in settings.apps:
+            apps["kv"] = await stack.enter_async_context(_starting_values(settings, store))
+        access_log = logs.make_access_log() if settings.access_log else None
+        version = (store.near or _Unchanging()).version
+
+        def health() -> Health:
+            # Processes with the same folder for metrics may have the same place for health.
+            return _find_health(service, pool, store, shared=has_siblings or bool(settings.operations_listen))
+
+        operations = Operations(_operations_settings(settings), metrics, health)
+        pages = {} if settings.operations_listen else dict.fromkeys(PATHS, operations)
+        mounts = {name: app for name, app in apps.items() if _is_mounted(settings, name)}
+        root = next((app for name, app in apps.items() if name not in mounts), operations)
+        service = Service(root, access_log, version, metrics, pages=pages, mounts=mounts)
+        metrics.watch(watch_process(lambda: pool.pids if pool else [], lambda: service.draining))
+        metrics.view(lambda: _read_store(store))
+        metrics.info = {"version": __version__} | ({"libvips": ready.libvips} if ready else {})
+        # One that drains looks whether others serve.
+        await metrics.publish()
+        yield Assembled(service, Service(operations, access_log, version, metrics), ready)
+
+
+def _is_mounted(settings: Settings, name: str) -> bool:
+    """Whether an app is at /NAME/: one that is alone is at /, and so are images among several."""
+    return len(settings.apps) > 1 and name != "images"
+
+
+@contextlib.asynccontextmanager
+async def _starting_images(
+    settings: Settings, store: Store, metrics: Metrics
+) -> AsyncIterator[tuple[Images, Pool, Ready]]:
+    """The images app and its workers."""
+    script = _read_script(settings)
+    pool = Pool(_pool_settings(settings, script))
+    ready = await pool.start()
+    try:
+        _check_formats(settings, ready)
+        cache: Cache[Any, Rendition] = Cache(settings.cache_size, weigh)
+        intermediates = Intermediates(_pyramid_rules(settings), store, pool)
+        images = Images(_images_settings(settings, script), store, pool, cache, intermediates)
+        recoder = Recoder(store, pool)
+        metrics.watch(lambda: _read_pool(pool, _pool_settings(settings, script)))
+        metrics.watch(lambda: _read_cache(cache, settings.cache_size))
+        metrics.watch(lambda: _read_intermediates(intermediates))
+        metrics.watch(lambda: _read_recoder(recoder))
+        recoding = asyncio.create_task(recoder.run()) if settings.recode else None
         try:
-            pool = Pool(_pool_settings(settings, script))
-            ready = await pool.start()
-            try:
-                _check_formats(settings, ready)
-                cache: Cache[Any, Rendition] = Cache(settings.cache_size, weigh)
-                intermediates = Intermediates(_pyramid_rules(settings), store, pool)
-                images = Images(_images_settings(settings, script), store, pool, cache, intermediates)
-                access_log = logs.make_access_log() if settings.access_log else None
-                version = (store.near or _Unchanging()).version
-
-                def health() -> Health:
-                    # Processes with the same folder for metrics may have the same place for health.
-                    return _find_health(service, pool, store, shared=has_siblings or bool(settings.operations_listen))
-
-                operations = Operations(_operations_settings(settings), metrics, health)
-                pages = {} if settings.operations_listen else dict.fromkeys(PATHS, operations)
-                service = Service(images, access_log, version, metrics, pages=pages)
-                _watch(metrics, service, pool, cache, store, settings)
-                metrics.watch(lambda: _read_intermediates(intermediates))
-                metrics.info = {"version": __version__, "libvips": ready.libvips}
-                # One that drains looks whether others serve.
-                await metrics.publish()
-                recoder = Recoder(store, pool)
-                metrics.watch(lambda: _read_recoder(recoder))
-                recoding = asyncio.create_task(recoder.run()) if settings.recode else None
-                try:
-                    yield Assembled(service, Service(operations, access_log, version, metrics), ready)
-                finally:
-                    if recoding is not None:
-                        recoding.cancel()
-                        await asyncio.gather(recoding, return_exceptions=True)
-                    await intermediates.stop()
-                    await images.drain()
-            finally:
-                await pool.stop()
+            yield images, pool, ready
         finally:
-            await store.close()
+            if recoding is not None:
+                recoding.cancel()
+                await asyncio.gather(recoding, return_exceptions=True)
+            await intermediates.stop()
+            await images.drain()
+    finally:
+        await pool.stop()
+
+
+@contextlib.asynccontextmanager
+async def _starting_values(settings: Settings, store: Store) -> AsyncIterator[KeyValue]:
+    """The key-value app, and the removal of what expires."""
+    app = KeyValue(_values_settings(settings), store)
+    sweeping = asyncio.create_task(app.values.keep_sweeping())
+    try:
+        yield app
+    finally:
+        sweeping.cancel()
+        await asyncio.gather(sweeping, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
@@ -109,7 +146,7 @@ async def _publishing(metrics: Metrics) -> AsyncIterator[None]:
         yield
 
 
-def _find_health(service: Service, pool: Pool, store: Store, *, shared: bool) -> Health:
+def _find_health(service: Service, pool: Pool | None, store: Store, *, shared: bool) -> Health:
     """What is asked for every second or so: nothing here waits, and the store's answer takes a microsecond."""
     draining = service.draining and not (shared and service.metrics.others_serve())
     try:
@@ -119,16 +156,7 @@ def _find_health(service: Service, pool: Pool, store: Store, *, shared: bool) ->
         store_answers = False
     else:
         store_answers = True
-    return judge_health(draining=draining, workerless_s=pool.workerless_s, store_answers=store_answers)
-
-
-def _watch(
-    metrics: Metrics, service: Service, pool: Pool, cache: Cache[Any, Rendition], store: Store, settings: Settings
-) -> None:
-    metrics.watch(watch_process(lambda: pool.pids, lambda: service.draining))
-    metrics.watch(lambda: _read_pool(pool, _pool_settings(settings, None)))
-    metrics.watch(lambda: _read_cache(cache, settings.cache_size))
-    metrics.view(lambda: _read_store(store))
+    return judge_health(draining=draining, workerless_s=pool.workerless_s if pool else 0.0, store_answers=store_answers)
 
 
 def _read_pool(pool: Pool, settings: PoolSettings) -> Iterator[Reading]:
@@ -243,6 +271,17 @@ def _operations_settings(settings: Settings) -> OperationsSettings:
     return OperationsSettings(
         rule=None if settings.operations_listen else parse_rules(settings.admin_rule),
         trusted_proxies=tuple(parse_network(proxy) for proxy in settings.trusted_proxies),
+    )
+
+
+def _values_settings(settings: Settings) -> KeyValueSettings:
+    return KeyValueSettings(
+        dialect=settings.kv_dialect,
+        max_bytes=settings.kv_max_size,
+        read_rule=parse_rules(settings.kv_read_rule),
+        write_rule=parse_rules(settings.kv_write_rule),
+        trusted_proxies=tuple(parse_network(proxy) for proxy in settings.trusted_proxies),
+        depth=1 if _is_mounted(settings, "kv") else 0,
     )
 
 

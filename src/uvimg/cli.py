@@ -1,4 +1,4 @@
-"""The `uvimg` command: serve · echo · scrub · gc · config.
+"""The `uvimg` command: serve · kv · echo · scrub · gc · config.
 
 Whatever goes wrong is one readable line on stderr and exit status 2 (asked wrongly), 1 (found damage or
 could not do it), never a traceback.
@@ -9,16 +9,19 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_origin
+from typing import TYPE_CHECKING, Any, BinaryIO, get_origin
 
 from uvimg import __version__, config
 from uvimg.config import ConfigError, Settings
-from uvimg.core.errors import UvimgError
+from uvimg.core.errors import NotFound, UvimgError
+from uvimg.core.keyvalue import check_database, name_record, show_key
 from uvimg.core.types import Tables
 from uvimg.store import Finding, open_store
 
 if TYPE_CHECKING:
+    from uvimg.apps.values import Values
     from uvimg.web.echo import Style
 
 
@@ -30,7 +33,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     # No app named is not the same as no app.
     if not arguments.get("apps"):
         arguments.pop("apps", None)
-    own = ("dry_run", "defaults", "markdown", "supervisor_pid", "style")
+    own = (
+        "dry_run",
+        "defaults",
+        "markdown",
+        "supervisor_pid",
+        "action",
+        "database",
+        "databases",
+        "key",
+        "file",
+        "style",
+    )
     options = {name: arguments.pop(name) for name in own if name in arguments}
     try:
         settings = config.load(arguments, config_file=path)
@@ -39,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _supervise(settings, arguments, path)
             case "serve":
                 return _serve(settings, **options)
+            case "kv":
+                return asyncio.run(_work_on_values(settings, **options))
             case "echo":
                 return _echo(settings, **options)
             case "scrub":
@@ -161,6 +177,101 @@ async def _collect(settings: Settings, *, dry_run: bool) -> int:
     return 0
 
 
+async def _work_on_values(settings: Settings, action: str, **options: Any) -> int:
+    """One of the commands below `uvimg kv`, on the store itself, beside a service or without one."""
+    from uvimg.apps.values import Values, read_pieces
+
+    if settings.store == "memory:":
+        return _complain("memory: is empty at every start and forgets at the end", 2)
+    store = open_store(settings.store, create=action in ("put", "load"), durability=settings.durability)
+    values = Values(store, settings.kv_max_size, time.time)
+    try:
+        match action:
+            case "list":
+                await _list_values(values, options["database"])
+            case "get":
+                found = await values.read(name_record(os.fsencode(options["database"]), os.fsencode(options["key"])))
+                if found is None:
+                    return _complain("there is no such key", 1)
+                async for piece in read_pieces(found[1]):
+                    sys.stdout.buffer.write(piece)
+                sys.stdout.flush()
+            case "put":
+                await _put_value(values, options["database"], options["key"], options["file"])
+            case "dump":
+                await _dump_values(values, options["databases"])
+            case _:
+                await _load_values(values, options["file"])
+    except OSError as exc:
+        if isinstance(exc, BrokenPipeError):
+            raise
+        return _complain(str(exc), 1)
+    finally:
+        await store.close()
+    return 0
+
+
+async def _list_values(values: "Values", database: str | None) -> None:
+    """Databases and how many records each has, or the keys of one."""
+    counts = await values.databases()
+    if database is None:
+        for name, count in sorted(counts.items()):
+            sys.stdout.buffer.write(b"%b\t%d\n" % (show_key(name), count))
+    else:
+        async for key, _ in values.live(_check_there(database, counts)):
+            sys.stdout.buffer.write(show_key(key) + b"\n")
+    sys.stdout.flush()
+
+
+def _check_there(name: str, counts: Mapping[bytes, int]) -> bytes:
+    database = check_database(os.fsencode(name))
+    if database not in counts:
+        raise NotFound(f"There is no database {name!a}.")
+    return database
+
+
+async def _put_value(values: "Values", database: str, key: str, path: str) -> None:
+    from uvimg.apps.values import UNTYPED
+
+    name = name_record(os.fsencode(database), os.fsencode(key))
+    with _open_input(path) as file:
+
+        async def pieces() -> AsyncIterator[bytes]:
+            while piece := file.read(1 << 18):
+                yield piece
+
+        async with values.receive(pieces()) as received:
+            await values.write(name, received, UNTYPED, None, lambda old: None)
+
+
+async def _dump_values(values: "Values", names: Sequence[str]) -> None:
+    from tqdm import tqdm
+
+    from uvimg.apps.dumps import dump
+
+    counts = await values.databases()
+    databases = [_check_there(name, counts) for name in names] or sorted(counts)
+    total = sum(counts.get(database, 0) for database in databases)
+    with tqdm(total=total, unit=" records", unit_scale=True, disable=None, leave=False) as bar:
+        async for line in dump(values, databases, bar.update):
+            sys.stdout.buffer.write(line)
+    sys.stdout.flush()
+
+
+async def _load_values(values: "Values", path: str) -> None:
+    from tqdm import tqdm
+
+    from uvimg.apps.dumps import load
+
+    with _open_input(path) as file, tqdm(unit=" records", unit_scale=True, disable=None, leave=False) as bar:
+        loaded = await load(values, file, bar.update)
+    print(f"{loaded} records loaded")
+
+
+def _open_input(path: str) -> BinaryIO:
+    return sys.stdin.buffer if path == "-" else open(path, "rb")
+
+
 async def _walk(findings: AsyncIterator[Finding], unit: str, total: int | None = None) -> int:
     """Follow a long walk, with a bar on a terminal and a line for each note; how many there were."""
     from tqdm import tqdm
@@ -192,9 +303,9 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     serve = commands.add_parser(
         "serve",
-        usage="uvimg serve [--config FILE] [--SETTING VALUE …] [images …]",
-        help="serve images over HTTP",
-        description="Serve images over HTTP until SIGTERM or Ctrl-C.",
+        usage="uvimg serve [--config FILE] [--SETTING VALUE …] [images|kv …]",
+        help="serve images and values over HTTP",
+        description="Serve images and values under keys over HTTP until SIGTERM or Ctrl-C.",
         epilog="Then: curl --data-binary @photo.jpg http://127.0.0.1:4869/upload",
     )
     serve.add_argument("--supervisor-pid", type=int, help=argparse.SUPPRESS)
@@ -228,7 +339,7 @@ def _make_parser() -> argparse.ArgumentParser:
     collect.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     show = commands.add_parser(
         "config",
-        usage="uvimg config [--defaults | --markdown] [--config FILE] [--SETTING VALUE …] [images …]",
+        usage="uvimg config [--defaults | --markdown] [--config FILE] [--SETTING VALUE …] [images|kv …]",
         help="show the settings in force",
         description="Show the settings in force as an annotated TOML file, fit for --config.",
     )
@@ -237,7 +348,48 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_settings(show)
     for command in (scrub, collect):
         _add_settings(command, only=("store",))
+    _add_kv(commands)
     return parser
+
+
+def _add_kv(commands: Any) -> None:
+    """`uvimg kv` and what is below it."""
+    kv = commands.add_parser(
+        "kv",
+        help="list, get, put, dump and load values",
+        description="Work on the values under keys in a store. The service may be running.",
+    )
+    actions = kv.add_subparsers(dest="action", metavar="ACTION", required=True)
+    list_ = actions.add_parser(
+        "list",
+        help="databases and their counts, or the keys of one",
+        description="Show every database and how many records it has, or the keys of one, with control characters "
+        "and % percent-encoded.",
+    )
+    list_.add_argument("database", nargs="?", metavar="DATABASE")
+    get = actions.add_parser("get", help="write a value to stdout", description="Write a value to stdout.")
+    put = actions.add_parser("put", help="store a value", description="Store a value from a file or from stdin.")
+    for action in (get, put):
+        action.add_argument("database", metavar="DATABASE")
+        action.add_argument("key", metavar="KEY")
+    put.add_argument("file", nargs="?", default="-", metavar="FILE", help="- is stdin, and the default")
+    dump = actions.add_parser(
+        "dump",
+        help="write values to stdout, for load",
+        description="Write all values, or those of some databases, to stdout as lines of JSON that say what they are, "
+        "with type and time of expiry.",
+        epilog="uvimg kv dump > values.ndjson; uvimg kv load --store local:elsewhere values.ndjson",
+    )
+    dump.add_argument("databases", nargs="*", metavar="DATABASE")
+    load = actions.add_parser(
+        "load",
+        help="store what dump wrote",
+        description="Store what dump wrote, over what is there under the same keys. A dump that is damaged or cut is "
+        "told, with how many records were loaded before that place.",
+    )
+    load.add_argument("file", nargs="?", default="-", metavar="FILE", help="- is stdin, and the default")
+    for action in (list_, get, put, dump, load):
+        _add_settings(action, only=("store", "durability", "kv_max_size"))
 
 
 def _add_settings(parser: argparse.ArgumentParser, only: Sequence[str] | None = None) -> None:

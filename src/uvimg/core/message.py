@@ -5,7 +5,7 @@ by ", " (RFC 9110 5.3), so a lookup sees all of it.
 """
 
 import re
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import BinaryIO, Literal
 from urllib.parse import unquote
@@ -66,6 +66,15 @@ class FilePart:
 Content = bytes | FilePart
 
 
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A body that is made while it is sent, of a size that nobody knows before: asked for a piece when the client has
+    taken those before. Where making fails in the middle, so does the connection: the answer must not look whole.
+    """
+
+    pieces: AsyncIterator[bytes]
+
+
 @dataclass(slots=True)
 class Response:
     """One answer. The front-end adds Content-Length, Date and Server, sends no body to HEAD, and releases it.
@@ -78,7 +87,7 @@ class Response:
 
     status: int
     headers: dict[str, str] = field(default_factory=dict)
-    body: Content = b""
+    body: Content | Pieces = b""
     lasts: Literal["not", "while the store is unchanged", "always"] = "not"
     route: str = ""
     origin: str = ""
@@ -86,6 +95,9 @@ class Response:
 
     @property
     def size(self) -> int:
+        """Of the body in bytes; 0 for one in pieces."""
+        if isinstance(self.body, Pieces):
+            return 0
         return self.body.size if isinstance(self.body, FilePart) else len(self.body)
 
     def release(self) -> None:
@@ -105,13 +117,19 @@ def split_target(target: str) -> tuple[str, str]:
 
     Both can be encoded again: what a front-end could not decode (lone surrogates) is no longer in them.
     """
+    path, query = split_raw(target)
+    return unquote(path, errors="replace"), query
+
+
+def split_raw(target: str) -> tuple[str, str]:
+    """A request target as (path, query), both still encoded."""
     if not target.isascii():
         target = target.encode(errors="replace").decode()
     if absolute := _ABSOLUTE.match(target):
         rest = target[absolute.end() :]
         target = rest if rest.startswith("/") else "/" + rest
     path, _, query = target.partition("#")[0].partition("?")
-    return unquote(path, errors="replace"), query
+    return path, query
 
 
 def fold_headers(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:

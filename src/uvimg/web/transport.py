@@ -17,8 +17,8 @@ from functools import partial
 from typing import cast
 
 from uvimg.core.errors import BadRequest, UvimgError
-from uvimg.core.http1 import HANDSHAKE_S, Chunks, Head, encode_head, parse_head
-from uvimg.core.message import NO_BODY, FilePart, Request, Response
+from uvimg.core.http1 import HANDSHAKE_S, Chunks, Head, encode_head, encode_pieces, parse_head
+from uvimg.core.message import NO_BODY, FilePart, Pieces, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.service import Service
 from uvimg.web import WebSettings
@@ -258,6 +258,7 @@ class _Connection(Connection):
     def _encode(self, response: Response, head: Head) -> bytes:
         """An answer whose body is at hand, whole."""
         body = response.body
+        assert head.method == "HEAD" or not isinstance(body, Pieces)
         if isinstance(body, FilePart):
             try:
                 body = b"" if head.method == "HEAD" else read_part(body, 0, body.size)
@@ -267,7 +268,7 @@ class _Connection(Connection):
             finally:
                 response.release()
         start = self._encode_head(response, head)
-        return start if head.method == "HEAD" else start + body
+        return start if isinstance(body, Pieces) or head.method == "HEAD" else start + body
 
     def _encode_head(self, response: Response, head: Head) -> bytes:
         return encode_head(response, http_date(int(time.time())), keep_alive=not self._last, is_1_0=head.is_1_0)
@@ -298,6 +299,16 @@ class _Connection(Connection):
     async def _send(self, response: Response, head: Head) -> None:
         await self._until_writable()
         part = response.body
+        if isinstance(part, Pieces) and head.method != "HEAD":
+            self._last = self._last or head.is_1_0
+            start = self._encode_head(response, head)
+            async for piece in encode_pieces(part, is_1_0=head.is_1_0):
+                self._write([start, piece])
+                start = b""
+                await self._until_writable()
+            # In HTTP/1.0 there may have been nothing.
+            self._write([start])
+            return
         if not isinstance(part, FilePart) or head.method == "HEAD" or _is_at_hand(response):
             self._write([self._encode(response, head)])
             return
@@ -342,7 +353,8 @@ class _Connection(Connection):
 
 
 def _is_at_hand(response: Response) -> bool:
-    return not isinstance(response.body, FilePart) or response.body.size <= PIECE_BYTES
+    body = response.body
+    return isinstance(body, bytes) or (isinstance(body, FilePart) and body.size <= PIECE_BYTES)
 
 
 class _Body:
