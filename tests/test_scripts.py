@@ -15,11 +15,14 @@ from hypothesis import strategies as st
 from bench import corpus
 from tests.conftest import Server, decode, make_photo
 from tests.test_wire import wait_until
+from uvimg.apps.images import Rendition, weigh
+from uvimg.cache import Cache
 from uvimg.core.errors import BadParameter
 from uvimg.core.params import Params
 from uvimg.core.plan import Crop, Encode, Gray, Load, Rotate, Rules, Scale, Source, make_plan
 from uvimg.core.script import DONE, FAILED, REFUSED, Recording
 from uvimg.imaging.scripts import Run, Script, ScriptError
+from uvimg.store import Record
 
 ROOT = Path(__file__).parent.parent
 PHOTO = Source("jpeg", 640, 856, quality=90)
@@ -595,6 +598,15 @@ def test_a_rendition_that_is_not_to_be_kept_is_made_each_time(scripted: Server) 
     for _ in range(3):
         assert scripted.image(f"/{md5}?t=fleeting").width == 5
     assert count(scripted, 'uvimg_hits_total{app="images",kind="made"') == before + 3
+
+
+def test_what_does_not_last_is_not_kept_in_memory_either() -> None:
+    cache: Cache[str, Rendition] = Cache(1 << 40, weigh)
+    record = Record(bytes(32), 1, "image/jpeg", 0)
+    cache.keep("lasting", Rendition(record, b"x"))
+    cache.keep("fleeting", Rendition(record, b"x", lasts=False))
+    assert cache.peek("lasting") is not None
+    assert cache.peek("fleeting") is None
 
 
 def test_an_endless_script_ends_with_its_worker_and_others_go_on(scripted: Server) -> None:
