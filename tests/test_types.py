@@ -1,4 +1,4 @@
-"""Types as tables: t=NAME makes exactly what its parameters make, and is all that a closed site answers."""
+"""Types as tables: t=NAME makes exactly what its parameters make, and a closed site makes nothing else."""
 
 import signal
 import subprocess
@@ -164,7 +164,7 @@ def renditions(server: Server, md5: str) -> set[str]:
     return asyncio.run(look())
 
 
-def test_a_closed_site_answers_types_alone_and_keeps_them_alone(
+def test_a_closed_site_answers_types_or_the_bare_image_and_keeps_types_alone(
     server: Server, start_server: Callable[..., Server]
 ) -> None:
     path = str(ROOT / "conf/types.toml")
@@ -184,6 +184,7 @@ def test_a_closed_site_answers_types_alone_and_keeps_them_alone(
         scripted = script.get(f"/{md5}?t={name}")
         assert (scripted.status_code, scripted.content) == (200, plain.content), name
     assert closed.image(f"/{md5}?w=30&h=30").width == 700
+    assert closed.get(f"/{md5}?p=0").content == server.get(f"/{md5}").content != data
     answer = closed.get(f"/images/{md5}?t=nothing")
     assert (answer.status_code, answer.json()["detail"]) == (404, "There is no such type.")
     # The plans' own keys, so that plain requests elsewhere find them; and nothing of what was asked for without t.
