@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import msgspec
 import pytest
 import pyvips
 import requests
@@ -320,6 +321,13 @@ def test_a_broken_script_is_told_with_file_and_line(text: bytes, told: str) -> N
     with pytest.raises(ScriptError) as caught:
         Script("s.lua", text, 7, RULES)
     assert str(caught.value).startswith(told)
+
+
+def test_a_fault_of_ours_in_one_run_is_none_of_the_next() -> None:
+    script = learn("zimg.format() zimg.ret(1)")
+    with pytest.raises(AttributeError):
+        script.ask("x", msgspec.structs.replace(PHOTO, format=None))
+    assert script.ask("x", PHOTO).code == 1
 
 
 def test_an_error_without_words_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""Types as tables: t=NAME makes exactly what its parameters make, and a closed site makes nothing else."""
+"""Types as tables: t=NAME makes exactly what its parameters make, and a closed site takes no others."""
 
 import signal
 import subprocess

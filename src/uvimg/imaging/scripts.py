@@ -163,8 +163,9 @@ class Script:
         self._code = None
         why = self._run(type.encode())
         self._recording = None
-        if self._trouble is not None:
-            raise self._trouble
+        trouble, self._trouble = self._trouble, None
+        if trouble is not None:
+            raise trouble
         return Run(recording, self._code, self._locate(why) if why else "", self._take_printed())
 
     def _start(self) -> None:
