@@ -124,7 +124,7 @@ class _Staged:
 
 
 class _CodedAnew(Exception):
-    """A rendition has another blob by now."""
+    """A rendition has another blob by now, or none."""
 
 
 _encode_facts = msgspec.msgpack.Encoder().encode
@@ -335,17 +335,25 @@ class Images:
 
     async def _fetch(self, original: Record, record: Record, key: str = "") -> Content:
         """The blob of an image, or of its rendition `key`. NotFound where the image has been deleted meanwhile."""
-        content = await self._store.get(record.digest)
-        if content is not None and is_whole(record, content):
-            return content
-        close(content)
-        if await self._store.record(image_name(original.digest.hex())) is None:
-            raise NotFound()
-        if key and await self._store.record(rendition_name(original.digest, key)) not in (None, record):
-            raise _CodedAnew
+        for _ in range(2):
+            content = await self._store.get(record.digest)
+            if content is not None and is_whole(record, content):
+                return content
+            close(content)
+            if await self._store.record(image_name(original.digest.hex())) is None:
+                raise NotFound()
+            if key and await self._is_another(original, record, key):
+                raise _CodedAnew
+            # Deleted, and uploaded again between these two looks? Then it is there now.
         # A cut file would be sent as if it were all of it.
         log.error("the blob %s is missing from the store, or cut", record.digest.hex())
         raise UvimgError("The image's bytes are missing from the store.")
+
+    async def _is_another(self, original: Record, rendition: Record, key: str) -> bool:
+        """Whether the rendition of this key is another one by now, or gone with its image."""
+        known = await self._store.record(rendition_name(original.digest, key))
+        # One that is the original itself need not be kept.
+        return known != rendition and (known is not None or rendition.digest != original.digest)
 
     def _choose_answer(self, request: Request, record: Record) -> Response | Whole | Part:
         """A whole 304 or 412, or how much of a representation to send. RangeNotSatisfiable for none of it."""
