@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from uvimg.core.errors import NotFound, UvimgError
 from uvimg.core.message import Content, FilePart
 from uvimg.store import SMALL_BLOB_BYTES, Record, Store, open_store
 
@@ -202,6 +203,110 @@ async def test_scan_gives_names_in_order_and_in_pages(store: Store) -> None:
     assert found == wanted
     assert await store.scan(b"c") == []
     assert (await store.scan(b"b/"))[0][1] == make_record(b"b/1")
+
+
+async def test_scan_goes_backward_too(store: Store) -> None:
+    names = [b"a/%03d" % number for number in range(25)] + [b"a/", b"a0", b"b/1", b"a/\xff\xff", b"a/\x00", b"0"]
+    await asyncio.gather(*(put(store, name, name) for name in names))
+    wanted = sorted((name for name in names if name.startswith(b"a/")), reverse=True)
+    found: list[bytes] = []
+    while page := await store.scan(b"a/", found[-1] if found else b"", limit=10, backward=True):
+        assert len(page) <= 10
+        found += [name for name, _ in page]
+    assert found == wanted
+    assert [name for name, _ in await store.scan(b"a/", b"a/0135", limit=2, backward=True)] == [b"a/013", b"a/012"]
+    assert await store.scan(b"a/", b"a/", backward=True) == []
+    assert await store.scan(b"c", backward=True) == []
+    assert (await store.scan(b"", backward=True, limit=1))[0][0] == b"b/1"
+
+
+def make_value(data: bytes, expires_s: int = 0) -> Record:
+    """A record that holds its bytes itself."""
+    digest = hashlib.sha256(data).digest()
+    return Record(digest, len(data), "text/plain", 1_800_000_000, expires_s=expires_s, inline=data)
+
+
+async def set_value(store: Store, name: bytes, data: bytes, expires_s: int = 0) -> None:
+    await store.change([name], lambda _, old: make_value(data, expires_s))
+
+
+async def test_an_inline_record_has_no_blob(store: Store) -> None:
+    await set_value(store, b"kv/d/k", b"value")
+    assert await store.record(b"kv/d/k") == make_value(b"value")
+    assert await store.size() == 0
+    assert await store.change([b"kv/d/k"], lambda _, old: None) == [(make_value(b"value"), None)]
+    assert await store.record(b"kv/d/k") is None
+    assert [finding async for finding in store.scrub()] == []
+
+
+async def test_increments_at_once_are_all_counted(store: Store) -> None:
+    def increment(_: bytes, old: Record | None) -> Record:
+        return make_value(b"%d" % (1 + int((old and old.inline) or 0)))
+
+    changed = await asyncio.gather(*(store.change([b"kv/d/n"], increment) for _ in range(200)))
+    assert sorted(int(new.inline or 0) for ((_, new),) in changed if new) == list(range(1, 201))
+
+
+async def test_a_refused_change_does_nothing_and_fails_nobody_elses(store: Store) -> None:
+    def refuse_second(name: bytes, old: Record | None) -> Record:
+        if name == b"kv/d/b":
+            raise NotFound("not this one")
+        return make_value(b"new")
+
+    refused = store.change([b"kv/d/a", b"kv/d/b"], refuse_second)
+    outcomes = await asyncio.gather(refused, set_value(store, b"kv/d/c", b"c"), return_exceptions=True)
+    assert isinstance(outcomes[0], NotFound)
+    assert [name for name, _ in await store.scan(b"kv/")] == [b"kv/d/c"]
+    assert await store.counts(b"kv/", 0) == {b"kv/d/": 1}
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+async def test_a_change_brings_its_blob_along_and_takes_the_last_one_away(store: Store, size: int) -> None:
+    for seed in (1, 2):
+        data = make_bytes(size, seed)
+        async with store.incoming() as incoming:
+            await incoming.write(data)
+            await incoming.finish()
+            await store.change([b"kv/d/k"], lambda _, old, data=data: make_record(data), incoming)  # type: ignore[misc]
+        assert await get(store, data) == data
+    same = make_record(make_bytes(size, 2), b"new facts")
+    await store.change([b"kv/d/k", b"kv/d/l"], lambda _, old: same)
+    assert await get(store, make_bytes(size, 2)) == make_bytes(size, 2)
+    with pytest.raises(UvimgError, match="no blob"):
+        await store.change([b"kv/d/k"], lambda _, old: make_record(make_bytes(size, 1)))
+    await store.change([b"kv/d/k", b"kv/d/l"], lambda _, old: make_value(b""))
+    async with asyncio.timeout(5):
+        while await store.size():
+            await asyncio.sleep(0.001)
+    assert [finding async for finding in store.scrub() if finding.note] == []
+
+
+async def test_counts_know_groups_and_what_has_expired(store: Store) -> None:
+    await put(store, b"images/x", b"x")
+    for number in range(10):
+        await set_value(store, b"kv/a/%d" % number, b"", 100 + number % 2)
+        await set_value(store, b"kv/b/%d" % number, b"")
+    await set_value(store, b"kv/b/1", b"again", 100)
+    assert await store.counts(b"kv/", 99) == {b"kv/a/": 10, b"kv/b/": 10}
+    assert await store.counts(b"kv/", 100) == {b"kv/a/": 5, b"kv/b/": 9}
+    assert await store.counts(b"kv/b/", 101) == {b"kv/b/": 9}
+    await set_value(store, b"kv/b/1", b"for ever")
+    assert await store.counts(b"kv/", 101) == {b"kv/b/": 10}
+
+
+async def test_sweeping_takes_what_has_expired_in_steps_and_nothing_else(store: Store) -> None:
+    for number in range(25):
+        await set_value(store, b"kv/a/%02d" % number, b"", 100 + number)
+    await set_value(store, b"kv/a/kept", b"")
+    await set_value(store, b"kv/a/03", b"prolonged", 1000)
+    assert await store.sweep(99) == 0
+    assert [await store.sweep(120, limit=8) for _ in range(4)] == [8, 8, 4, 0]
+    left = [name for name, _ in await store.scan(b"kv/")]
+    assert left == [b"kv/a/03", b"kv/a/21", b"kv/a/22", b"kv/a/23", b"kv/a/24", b"kv/a/kept"]
+    assert await store.counts(b"kv/", 120) == {b"kv/a/": 6}
+    assert await store.sweep(2000) == 5
+    assert await store.counts(b"kv/", 2000) == {b"kv/a/": 1}
+    await store.sync()
 
 
 async def test_three_hundred_writes_at_once_are_all_there(store: Store) -> None:

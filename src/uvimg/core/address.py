@@ -9,6 +9,9 @@ import re
 
 Digest = bytes
 
+# What the names of values begin with.
+VALUES = b"kv/"
+
 _ID = re.compile(r"(?:[0-9a-f]{32}|[0-9a-f]{64})")
 _BLOB_PATH = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})")
 
@@ -35,6 +38,23 @@ def renditions_prefix(digest: Digest) -> bytes:
 def original_of(rendition: bytes) -> bytes:
     """The name of the image that a rendition was made from."""
     return b"images/" + rendition.split(b"/", 2)[1]
+
+
+def value_name(database: bytes, key: bytes) -> bytes:
+    """The name of a value. There is no slash in a database's name, so no key of one can be taken for another's."""
+    return values_prefix(database) + key
+
+
+def values_prefix(database: bytes) -> bytes:
+    """What the names of all values of one database begin with; names in its order are keys in theirs."""
+    return VALUES + database + b"/"
+
+
+def group_of(name: bytes) -> bytes | None:
+    """The prefix under which a name is counted: that of its database; None for what is no value's."""
+    if not name.startswith(VALUES):
+        return None
+    return name[: name.index(b"/", len(VALUES)) + 1]
 
 
 def blob_path(digest: Digest) -> str:

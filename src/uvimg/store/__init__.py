@@ -3,17 +3,21 @@
 A blob is kept once, whichever app brought it, as long as a name points at it. Names are bytes of at
 most MAX_NAME_BYTES; they order as bytes do. What a write returns has happened for good: it survives
 the end of the process and of the power.
+A record may have the bytes themselves instead, where they are few (`inline`), and a second from which it no longer
+counts (`expires_s`). Who reads looks at his own clock: an expired one is there until it is swept.
 Rule: a backend's foreign errors become StoreDown and StoreFull at its own edge.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 import msgspec
 
 from uvimg.core.address import Digest
 from uvimg.core.message import Content
+
+Durability = Literal["commit", "os"]
 
 # LMDB's longest key.
 MAX_NAME_BYTES = 511
@@ -22,13 +26,26 @@ SMALL_BLOB_BYTES = 65_536
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What a name points at: a blob of `size` bytes and media type `type`; `facts` are the app's own, msgpack."""
+    """What a name points at: a blob of `size` bytes and media type `type`; `facts` are the app's own, msgpack.
+
+    With `inline` these are the bytes, and there is no blob. `expires_s` is 0 for never.
+    """
 
     digest: Digest
     size: int
     type: str
     created_s: int
     facts: bytes = b""
+    expires_s: int = 0
+    inline: bytes | None = None
+
+    def is_live(self, now_s: float) -> bool:
+        return not self.expires_s or self.expires_s > now_s
+
+
+# What becomes of a name that had this record: its new record, the same one for no change, None for none. It may be
+# asked more than once, in any thread, and is a pure function: a backend may have to try again.
+Decide = Callable[[bytes, Record | None], Record | None]
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -111,8 +128,35 @@ class Store(Protocol):
         With `digest` only those that point at that blob. Returns the records that were taken.
         """
 
-    async def scan(self, prefix: bytes, after: bytes = b"", limit: int = 1000) -> list[tuple[bytes, Record]]:
-        """Names with this prefix and behind `after`, in order, and their records."""
+    async def change(
+        self, names: Sequence[bytes], decide: Decide, blob: Incoming | None = None
+    ) -> list[tuple[Record | None, Record | None]]:
+        """Have it decided for each name, by the record that it has, which one it is to have; all at once.
+
+        Nobody's change comes between the look and the change, whichever process made it. What `decide` raises is
+        raised here, and nothing is done. A record that is not inline needs its blob: the one that comes along, or
+        one that another name has already. No name twice. Returns the records before and after.
+        """
+
+    async def scan(
+        self, prefix: bytes, after: bytes = b"", limit: int = 1000, *, backward: bool = False
+    ) -> list[tuple[bytes, Record]]:
+        """Names with this prefix and behind `after`, in order, and their records.
+
+        Backward those before `after`, from the last one down; b"" is the end then.
+        """
+
+    async def counts(self, prefix: bytes, now_s: int) -> dict[bytes, int]:
+        """How many names each group (`group_of`) with this prefix has that have not expired; without a walk over them.
+
+        A group without any is not among them.
+        """
+
+    async def sweep(self, now_s: int, limit: int = 1000) -> int:
+        """Take away up to so many names that have expired; how many it were."""
+
+    async def sync(self) -> None:
+        """All that was answered is on the disk when this returns, however little was promised."""
 
     def scrub(self) -> AsyncIterator[Finding]:
         """Read every blob and hold it against its address. One finding a blob."""
@@ -129,17 +173,18 @@ class Store(Protocol):
     async def close(self) -> None: ...
 
 
-def open_store(url: str, *, create: bool = True) -> Store:
+def open_store(url: str, *, create: bool = True, durability: Durability = "commit") -> Store:
     """The store that a URL names: `local:DIR` or `memory:`. ValueError with a sentence for any other.
 
-    StoreDown when it cannot be used, or is not there and `create` is False.
+    `durability` is how much of its promise an embedded store keeps; see LocalStore. StoreDown when it cannot be used,
+    or is not there and `create` is False.
     """
     scheme, colon, rest = url.partition(":")
     match scheme:
         case "local" if colon and rest:
             from uvimg.store.local import LocalStore
 
-            return LocalStore(rest, create=create)
+            return LocalStore(rest, create=create, durability=durability)
         case "memory" if colon and not rest:
             if not create:
                 raise ValueError("memory: is empty at every start, so there is nothing to look at")

@@ -8,7 +8,8 @@ Surprise: a file whose last name goes is removed in a second transaction. Remove
 that then failed would leave a name without its bytes.
 
     DIR/format           which layout this is, written last
-    DIR/names/           LMDB: names, small (blobs), uses (how many names point at a blob, and its size)
+    DIR/names/           LMDB: names, small (blobs), uses (how many names point at a blob, and its size),
+                         groups (how many names each has), due (second and group → names that expire then)
     DIR/blobs/ab/ab…     files of large blobs, by address
     DIR/blobs/incoming/  uploads on their way; locked by the process that writes them
 """
@@ -34,10 +35,10 @@ from typing import Any
 import lmdb
 import msgspec
 
-from uvimg.core.address import Digest, blob_path, original_of, parse_blob_path
+from uvimg.core.address import Digest, blob_path, group_of, original_of, parse_blob_path
 from uvimg.core.errors import Overloaded, StoreDown, StoreFull, UvimgError
 from uvimg.core.message import Content, FilePart
-from uvimg.store import MAX_NAME_BYTES, SMALL_BLOB_BYTES, Finding, Incoming, Measures, Record
+from uvimg.store import MAX_NAME_BYTES, SMALL_BLOB_BYTES, Decide, Durability, Finding, Incoming, Measures, Record
 
 log = logging.getLogger("uvimg.store")
 
@@ -54,14 +55,20 @@ _STEP = 1000
 _ORPHAN_AGE_S = 60
 
 _USES = struct.Struct(">QQ")
+_COUNT = struct.Struct(">Q")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 class LocalStore:
-    """A store in a folder. StoreDown when it cannot be opened."""
+    """A store in a folder. StoreDown when it cannot be opened.
 
-    def __init__(self, path: str, *, create: bool = True) -> None:
+    With the durability "os" LMDB's page that names the last commit is left for the system to write (MDB_NOMETASYNC):
+    a power cut may undo the last commit, and no other, for the next one's fsync writes that page too. Less is not to
+    be had: with MDB_NOSYNC a power cut may leave a store that cannot be read. The end of the process loses nothing.
+    """
+
+    def __init__(self, path: str, *, create: bool = True, durability: Durability = "commit") -> None:
         self._path = Path(path)
         if not create and not (self._path / "format").exists():
             raise StoreDown(f"There is no store in {path}.")
@@ -69,9 +76,15 @@ class LocalStore:
             _make_folders(self._path)
             fresh = not (self._path / "names" / "data.mdb").exists()
             self._env = lmdb.open(
-                str(self._path / "names"), map_size=_MAP_BYTES, max_dbs=3, max_readers=1024, readahead=False
+                str(self._path / "names"),
+                map_size=_MAP_BYTES,
+                max_dbs=5,
+                max_readers=1024,
+                readahead=False,
+                metasync=durability == "commit",
             )
             self._names, self._small, self._uses = (self._env.open_db(key) for key in (b"names", b"small", b"uses"))
+            self._groups, self._due = self._env.open_db(b"groups"), self._env.open_db(b"due", dupsort=True)
             if fresh:
                 # LMDB syncs its file, and nobody yet the folder that the file has come into.
                 _sync_folder(self._path / "names")
@@ -113,9 +126,53 @@ class LocalStore:
         taken: list[Record | None] = await self._writer.submit(change)
         return taken
 
-    async def scan(self, prefix: bytes, after: bytes = b"", limit: int = 1000) -> list[tuple[bytes, Record]]:
+    async def change(
+        self, names: Sequence[bytes], decide: Decide, blob: Incoming | None = None
+    ) -> list[tuple[Record | None, Record | None]]:
+        assert all(0 < len(name) <= MAX_NAME_BYTES for name in names)
+        assert len(set(names)) == len(names)
+        assert blob is None or isinstance(blob, LocalIncoming)
+
+        def change(txn: lmdb.Transaction, batch: _Batch) -> list[tuple[Record | None, Record | None]]:
+            # All is decided before anything is done: where one is refused, nothing is.
+            decided = [(name, old, decide(name, old)) for name in names for old in (self._read(txn, name),)]
+            for _, old, new in decided:
+                if new is not None and new is not old and new.inline is None:
+                    self._provide(txn, batch, new.digest, blob)
+            for name, old, new in decided:
+                if new is not old:
+                    self._write(txn, batch, name, old, new)
+            return [(old, new) for _, old, new in decided]
+
+        changed: list[tuple[Record | None, Record | None]] = await self._writer.submit(change)
+        if blob is not None and any(new is not None and new.digest == blob.digest for _, new in changed):
+            blob.named = True
+        return changed
+
+    async def scan(
+        self, prefix: bytes, after: bytes = b"", limit: int = 1000, *, backward: bool = False
+    ) -> list[tuple[bytes, Record]]:
+        if backward:
+            found = self._page_back(prefix, after, limit)
+            return [(name, _decode(data)) for name, data in found if name.startswith(prefix)]
         found = self._page(self._names, max(prefix, after), limit + 1)
         return [(name, _decode(data)) for name, data in found if name > after and name.startswith(prefix)][:limit]
+
+    async def counts(self, prefix: bytes, now_s: int) -> dict[bytes, int]:
+        return await asyncio.to_thread(self._count_groups, prefix, now_s)
+
+    async def sweep(self, now_s: int, limit: int = 1000) -> int:
+        names = await asyncio.to_thread(self._find_due, now_s, limit)
+        if not names:
+            return 0
+        changed = await self.change(names, lambda _, old: None if old is None or not old.is_live(now_s) else old)
+        return sum(old is not None and new is None for old, new in changed)
+
+    async def sync(self) -> None:
+        try:
+            await asyncio.to_thread(self._env.sync, True)
+        except lmdb.Error as exc:
+            raise _translate(exc) from exc
 
     async def size(self) -> int:
         with _translated(), self._env.begin() as txn:
@@ -150,8 +207,7 @@ class LocalStore:
         blob: "LocalIncoming | None",
         replace: bool,
     ) -> Record | None:
-        data = txn.get(name, db=self._names)
-        old = None if data is None else _decode(data)
+        old = self._read(txn, name)
         if blob is None and not self._uses_of(txn, record.digest)[0]:
             return old if old is not None and not replace else None
         # Also over a blob that is there already: it may have been damaged since.
@@ -160,20 +216,60 @@ class LocalStore:
             return None
         if old is not None and not replace:
             return old
-        self._count(txn, batch, record, +1)
-        if old is not None:
-            self._count(txn, batch, old, -1)
-        txn.put(name, _encode(record), db=self._names)
+        self._write(txn, batch, name, old, record)
         return record
 
     def _unbind(self, txn: lmdb.Transaction, batch: "_Batch", name: bytes, digest: Digest | None) -> Record | None:
-        data = txn.get(name, db=self._names)
-        record = None if data is None else _decode(data)
+        record = self._read(txn, name)
         if record is None or digest not in (None, record.digest):
             return None
-        txn.delete(name, db=self._names)
-        self._count(txn, batch, record, -1)
+        self._write(txn, batch, name, record, None)
         return record
+
+    def _read(self, txn: lmdb.Transaction, name: bytes) -> Record | None:
+        data = txn.get(name, db=self._names)
+        return None if data is None else _decode(data)
+
+    def _write(
+        self, txn: lmdb.Transaction, batch: "_Batch", name: bytes, old: Record | None, new: Record | None
+    ) -> None:
+        """Put one record in the place of another, and keep right all that is counted of both."""
+        if new is not None and new.inline is None:
+            self._count(txn, batch, new, +1)
+        if old is not None and old.inline is None:
+            self._count(txn, batch, old, -1)
+        group = group_of(name)
+        if group is not None and (old is None) != (new is None):
+            self._count_group(txn, group, +1 if old is None else -1)
+        before, after = (0 if each is None else each.expires_s for each in (old, new))
+        if before != after:
+            # A name is no longer than what LMDB takes for one of several values of a key.
+            if before:
+                txn.delete(_COUNT.pack(before) + (group or b""), name, db=self._due)
+            if after:
+                txn.put(_COUNT.pack(after) + (group or b""), name, db=self._due)
+        if new is None:
+            txn.delete(name, db=self._names)
+        else:
+            txn.put(name, _encode(new), db=self._names)
+
+    def _count_group(self, txn: lmdb.Transaction, group: bytes, change: int) -> None:
+        data = txn.get(group, db=self._groups)
+        count = (0 if data is None else _COUNT.unpack(data)[0]) + change
+        if count:
+            txn.put(group, _COUNT.pack(count), db=self._groups)
+        else:
+            txn.delete(group, db=self._groups)
+
+    def _provide(self, txn: lmdb.Transaction, batch: "_Batch", digest: Digest, blob: "LocalIncoming | None") -> None:
+        """See to a blob that a record is about to point at. UvimgError where there is none."""
+        if blob is not None and blob.digest == digest:
+            # Also over one that is there already: it may have been damaged since.
+            if self._place(txn, batch, digest, blob):
+                return
+        elif self._uses_of(txn, digest)[0]:
+            return
+        raise UvimgError("A record has no blob to point at.")
 
     def _place(self, txn: lmdb.Transaction, batch: "_Batch", digest: Digest, blob: "LocalIncoming") -> bool:
         """Put a blob where it belongs. False when its upload was given up meanwhile."""
@@ -235,6 +331,46 @@ class LocalStore:
                         break
             return found
 
+    def _page_back(self, prefix: bytes, before: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        """Up to `limit` names from the last one down that is before this one and may have this prefix."""
+        # Where nothing is before: no name with the prefix is behind this.
+        end = before or prefix.ljust(MAX_NAME_BYTES, b"\xff")
+        with _translated(), self._env.begin(db=self._names) as txn, txn.cursor() as cursor:
+            there = cursor.prev() if cursor.set_range(end) else cursor.last()
+            found: list[tuple[bytes, bytes]] = []
+            while there and len(found) < limit and cursor.key() >= prefix:
+                found.append(cursor.item())
+                there = cursor.prev()
+            return found
+
+    def _count_groups(self, prefix: bytes, now_s: int) -> dict[bytes, int]:
+        with _translated(), self._env.begin() as txn:
+            counts: dict[bytes, int] = {}
+            with txn.cursor(self._groups) as cursor:
+                there = cursor.set_range(prefix)
+                while there and cursor.key().startswith(prefix):
+                    counts[cursor.key()] = _COUNT.unpack(cursor.value())[0]
+                    there = cursor.next()
+            # What has expired and is not swept: a look for each second, however many expired in it.
+            with txn.cursor(self._due) as cursor:
+                there = cursor.first()
+                while there and _COUNT.unpack_from(cursor.key())[0] <= now_s:
+                    group = cursor.key()[_COUNT.size :]
+                    if group in counts:
+                        counts[group] -= cursor.count()
+                    there = cursor.next_nodup()
+        return {group: count for group, count in counts.items() if count}
+
+    def _find_due(self, now_s: int, limit: int) -> list[bytes]:
+        """Up to so many names that have expired, the earliest first."""
+        found: list[bytes] = []
+        with _translated(), self._env.begin(db=self._due) as txn, txn.cursor() as cursor:
+            for key, name in cursor:
+                if len(found) == limit or _COUNT.unpack_from(key)[0] > now_s:
+                    break
+                found.append(name)
+        return found
+
     def _walk(self, db: Any, prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Every entry with this prefix, in steps that hold no transaction between them."""
         start = prefix
@@ -251,8 +387,13 @@ class LocalStore:
                 trouble = await asyncio.to_thread(self._examine, digest)
                 yield Finding(digest.hex(), trouble)
         for name, data in self._walk(self._names):
+            record = _decode(data)
+            if record.inline is not None:
+                if hashlib.sha256(record.inline).digest() != record.digest:
+                    yield Finding(name.decode(errors="backslashreplace"), "its bytes are not those of its digest")
+                continue
             with _translated(), self._env.begin() as txn:
-                named = self._uses_of(txn, _decode(data).digest)[0] or txn.get(name, db=self._names) != data
+                named = self._uses_of(txn, record.digest)[0] or txn.get(name, db=self._names) != data
             if not named:
                 yield Finding(name.decode(errors="backslashreplace"), "it names a blob that is not there")
 
@@ -352,7 +493,7 @@ class LocalIncoming:
         watch: Callable[[bytes], object] | None,
     ) -> None:
         self.size = 0
-        self.data = b""
+        self.data = self.digest = b""
         self.file: int | None = None
         self.path = blobs / "incoming" / secrets.token_hex(16)
         self.placed = self.named = self.given_up = False
@@ -377,7 +518,8 @@ class LocalIncoming:
             self._digest(self.data)
         else:
             await self._in_thread(self._flush_and_sync)
-        return self._sha256.digest()
+        self.digest = self._sha256.digest()
+        return self.digest
 
     def content(self) -> Content:
         if self.file is None:
@@ -504,7 +646,7 @@ class _Writer:
         outcomes: list[Any]
         try:
             with self._env.begin(write=True) as txn:
-                outcomes = [change(txn, batch) for change, _ in jobs]
+                outcomes = [_attempt(change, txn, batch) for change, _ in jobs]
                 for folder in batch.folders:
                     _sync_folder(folder)
         except (lmdb.Error, OSError) as exc:
@@ -524,6 +666,14 @@ class _Writer:
             mine = [(future, outcome) for future, outcome in heard if future.get_loop() is loop]
             with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody listens
                 loop.call_soon_threadsafe(_tell, mine)
+
+
+def _attempt(change: _Change, txn: lmdb.Transaction, batch: _Batch) -> Any:
+    """What a change comes to; one that is refused, which it is before it has done anything, fails nobody else's."""
+    try:
+        return change(txn, batch)
+    except UvimgError as exc:
+        return exc
 
 
 def _tell(heard: "list[tuple[asyncio.Future[Any], Any]]") -> None:

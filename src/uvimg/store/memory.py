@@ -1,12 +1,14 @@
 """A store in a dictionary, for tests and for services that may forget. Same contract, no disk."""
 
+import bisect
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-from uvimg.core.address import Digest
-from uvimg.store import Finding, Incoming, Measures, Record
+from uvimg.core.address import Digest, group_of
+from uvimg.core.errors import UvimgError
+from uvimg.store import Decide, Finding, Incoming, Measures, Record
 
 
 class MemoryStore:
@@ -15,6 +17,10 @@ class MemoryStore:
         self._names: dict[bytes, Record] = {}
         self._blobs: dict[Digest, bytes] = {}
         self._counts: Counter[Digest] = Counter()
+        # Names in order, until one comes or goes; how many each group has; when which expires, perhaps no longer.
+        self._order: list[bytes] | None = []
+        self._groups: Counter[bytes] = Counter()
+        self._due: list[tuple[int, bytes]] = []
         self._version = 0
 
     class _Near:
@@ -52,11 +58,7 @@ class MemoryStore:
             if not isinstance(blob, MemoryIncoming):
                 return None
             self._blobs[record.digest] = blob.content()
-        self._version += 1
-        self._names[name] = record
-        self._counts[record.digest] += 1
-        if old is not None:
-            self._release(old)
+        self._write(name, old, record)
         return record
 
     async def unbind(self, names: Sequence[bytes], digest: Digest | None = None) -> list[Record | None]:
@@ -64,22 +66,91 @@ class MemoryStore:
         for name in names:
             old = self._names.get(name)
             if old is not None and digest in (None, old.digest):
-                self._version += 1
-                del self._names[name]
-                self._release(old)
+                self._write(name, old, None)
                 taken.append(old)
             else:
                 taken.append(None)
         return taken
+
+    async def change(
+        self, names: Sequence[bytes], decide: Decide, blob: Incoming | None = None
+    ) -> list[tuple[Record | None, Record | None]]:
+        assert len(set(names)) == len(names)
+        decided = [(name, old, decide(name, old)) for name in names for old in (self._names.get(name),)]
+        for _, old, new in decided:
+            if new is None or new is old or new.inline is not None or new.digest in self._blobs:
+                continue
+            if not isinstance(blob, MemoryIncoming) or hashlib.sha256(blob.content()).digest() != new.digest:
+                raise UvimgError("A record has no blob to point at.")
+            self._blobs[new.digest] = blob.content()
+        for name, old, new in decided:
+            if new is not old:
+                self._write(name, old, new)
+        return [(old, new) for _, old, new in decided]
+
+    def _write(self, name: bytes, old: Record | None, new: Record | None) -> None:
+        """Put one record in the place of another."""
+        self._version += 1
+        if (old is None) != (new is None):
+            self._order = None
+            if (group := group_of(name)) is not None:
+                self._groups[group] += 1 if old is None else -1
+        if new is None:
+            del self._names[name]
+        else:
+            self._names[name] = new
+            if new.inline is None:
+                self._counts[new.digest] += 1
+            if new.expires_s:
+                heapq.heappush(self._due, (new.expires_s, name))
+        if old is not None and old.inline is None:
+            self._release(old)
 
     def _release(self, record: Record) -> None:
         self._counts[record.digest] -= 1
         if not self._counts[record.digest]:
             del self._counts[record.digest], self._blobs[record.digest]
 
-    async def scan(self, prefix: bytes, after: bytes = b"", limit: int = 1000) -> list[tuple[bytes, Record]]:
-        names = heapq.nsmallest(limit, (name for name in self._names if name.startswith(prefix) and name > after))
-        return [(name, self._names[name]) for name in names]
+    async def scan(
+        self, prefix: bytes, after: bytes = b"", limit: int = 1000, *, backward: bool = False
+    ) -> list[tuple[bytes, Record]]:
+        if self._order is None:
+            self._order = sorted(self._names)
+        if backward:
+            # Behind all names with the prefix: there is none as long as this.
+            end = bisect.bisect_left(self._order, after or prefix + b"\xff" * 512)
+            names = self._order[max(0, end - limit) : end][::-1]
+        else:
+            start = (
+                bisect.bisect_right(self._order, after) if after >= prefix else bisect.bisect_left(self._order, prefix)
+            )
+            names = self._order[start : start + limit]
+        return [(name, self._names[name]) for name in names if name.startswith(prefix)]
+
+    async def counts(self, prefix: bytes, now_s: int) -> dict[bytes, int]:
+        gone = Counter(map(group_of, {name for name in self._names_due(now_s) if name.startswith(prefix)}))
+        counts = {group: count - gone[group] for group, count in self._groups.items() if group.startswith(prefix)}
+        return {group: count for group, count in counts.items() if count}
+
+    async def sweep(self, now_s: int, limit: int = 1000) -> int:
+        swept = 0
+        while self._due and self._due[0][0] <= now_s and swept < limit:
+            _, name = heapq.heappop(self._due)
+            old = self._names.get(name)
+            if old is not None and not old.is_live(now_s):
+                self._write(name, old, None)
+                swept += 1
+        return swept
+
+    def _names_due(self, now_s: int) -> Iterator[bytes]:
+        return (
+            name
+            for at, name in self._due
+            if at <= now_s and name in self._names and not self._names[name].is_live(now_s)
+        )
+
+    async def sync(self) -> None:
+        pass
 
     async def scrub(self) -> AsyncIterator[Finding]:
         for digest, data in list(self._blobs.items()):
