@@ -14,28 +14,29 @@ from random import Random
 # Its random() is the same in every version of Python; nothing else of it is used.
 _SEED = 1869
 
-_FUNCTION_WORDS = (
-    "the and to of a he in that his was with it had her not at on him as but for you she is said be all from were "
-    "by which they so who what one have this up me there them would are or when into out been then about my an their "
-    "if no do could now your we some has only more did down how over see after come know before like time very again "
-    "went still than will can hand looked where too such off these us own any back eyes first must through same here "
-    "face long little just man men old good saw began well other young two himself nothing away every thought left"
-).split()
-_NAMES = "Arlen Besko Corvin Dunya Elmar Fenna Galt Hesper Ilya Jorun Katrin Lowell Mirov Nadine Orlan Petra".split()
-_ONSETS = "b br c ch cl cr d dr f fl fr g gr h j l m n p pl pr qu r s sc sh sp st str t th tr v w wh".split() + [""]
-_VOWELS = "a a a e e e e i i o o u ai ea ee ou io".split()
-_CODAS = "b ck d ff g l ll m n n nd ng nt p r r rd s s ss st t t th x".split() + ["", "", "", ""]
-_ENDINGS = ["", "", "", "", "", "s", "s", "ed", "ed", "ing", "ly", "er", "ness", "ion", "ment", "'s"]
+_WORDS = """
+the and to of a he in that his was with it had her not at on him as but for you she is said be all from were
+by which they so who what one have this up me there them would are or when into out been then about my an their
+if no do could now your we some has only more did down how over see after come know before like time very again
+went still than will can hand looked where too such off these us own any back eyes first must through same here
+face long little just man men old good saw began well other young two himself nothing away every thought left
+"""
+_NAMES = "Arlen Besko Corvin Dunya Elmar Fenna Galt Hesper Ilya Jorun Katrin Lowell Mirov Nadine Orlan Petra"
+# What a syllable begins with, goes on with and ends with, and a word behind its last; - is nothing.
+_ONSETS = "b br c ch cl cr d dr f fl fr g gr h j l m n p pl pr qu r s sc sh sp st str t th tr v w wh -"
+_VOWELS = "a a a e e e e i i o o u ai ea ee ou io"
+_CODAS = "b ck d ff g l ll m n n nd ng nt p r r rd s s ss st t t th x - - - -"
+_ENDINGS = "- - - - - s s ed ed ing ly er ness ion ment 's"
 
-_VOCABULARY = 15_000
-_ZIPF = 1.0
-_FLATTEN = 3.0
+_VOCABULARY = 12_000
+_ZIPF = 1.252
+_FLATTEN = 2.0
 # How often a word follows one of those that like to follow the one before, and how many these are.
-_HABIT = 0.60
-_FOLLOWERS = 90
+_HABIT = 0.75
+_FOLLOWERS = 71
 # How often a turn of phrase is said once more, and how many there are.
-_AGAIN = 0.09
-_PHRASES = 16_000
+_AGAIN = 0.07
+_PHRASES = 17_000
 _LINE = 72
 
 
@@ -66,12 +67,13 @@ class _Dice:
         return min(bisect(self._bounds, random.random() * self._bounds[-1]), len(self._bounds) - 1)
 
 
-def _choose(random: Random, among: list[str]) -> str:
-    return among[int(random.random() * len(among))]
+def _choose(random: Random, among: str) -> str:
+    each = among.split()
+    return each[int(random.random() * len(each))].strip("-")
 
 
 def _make_vocabulary(random: Random) -> list[str]:
-    words = list(_FUNCTION_WORDS)
+    words = _WORDS.split()
     known = set(words)
     while len(words) < _VOCABULARY:
         if random.random() < 0.02:

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from uvimg import __version__, config, logs
+from uvimg.apps.codings import Codings
+from uvimg.apps.documents import Documents, DocumentsSettings
 from uvimg.apps.images import Images, ImagesSettings, Rendition, weigh
 from uvimg.apps.operations import PATHS, Health, Operations, OperationsSettings, judge_health
 from uvimg.cache import Cache
+from uvimg.coders import Coders
 from uvimg.config import Settings
 from uvimg.core.access import parse_network, parse_rules
 from uvimg.core.errors import StoreDown
@@ -79,6 +82,20 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
                 await pool.stop()
         finally:
             await store.close()
+
+
+@contextlib.asynccontextmanager
+async def _coding(settings: Settings, store: Store) -> AsyncIterator[Codings]:
+    """The coded copies of a store, which apps share."""
+    coders = Coders(settings.coding_memory)
+    try:
+        codings = Codings(store, coders, settings.zstd_level, settings.coded_copies)
+        try:
+            yield codings
+        finally:
+            await codings.stop()
+    finally:
+        coders.close()
 
 
 @contextlib.asynccontextmanager
@@ -183,6 +200,20 @@ def _pool_settings(settings: Settings) -> PoolSettings:
 def _operations_settings(settings: Settings) -> OperationsSettings:
     return OperationsSettings(
         rule=None if settings.operations_listen else parse_rules(settings.admin_rule),
+        trusted_proxies=tuple(parse_network(proxy) for proxy in settings.trusted_proxies),
+    )
+
+
+def _documents_settings(settings: Settings, mount: str) -> DocumentsSettings:
+    return DocumentsSettings(
+        mount=mount,
+        headers=_fold_headers(settings.document_headers),
+        forcing=settings.compression_parameter,
+        zstd_level=settings.zstd_level,
+        max_bytes=settings.max_size,
+        upload_rule=parse_rules(settings.upload_rule),
+        download_rule=parse_rules(settings.download_rule),
+        admin_rule=parse_rules(settings.admin_rule),
         trusted_proxies=tuple(parse_network(proxy) for proxy in settings.trusted_proxies),
     )
 

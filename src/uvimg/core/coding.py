@@ -24,6 +24,9 @@ BEST: Mapping[Coding, int] = {"zstd": 19, "br": 11, "gzip": 9, "dcz": 19}
 # What is made while the client waits; zstd's is a setting. With a dictionary levels below 6 find little of it.
 QUICK: Mapping[Coding, int] = {"zstd": 3, "br": 4, "gzip": 6, "dcz": 9}
 
+# What the names of coded copies begin with.
+CODINGS = b"codings/"
+
 _TEXTUAL = frozenset(
     (
         *("application/json", "application/javascript", "application/ecmascript", "application/xml"),
@@ -47,14 +50,14 @@ def is_worth_coding(media_type: str, size: int) -> bool:
     return size >= MIN_BYTES and is_compressible(media_type)
 
 
-def coding_name(digest: Digest, coding: str) -> bytes:
-    """The name of a kept copy of a blob in a coding."""
-    return codings_prefix(digest) + coding.encode()
+def coding_name(digest: Digest, kind: str) -> bytes:
+    """The name of a kept copy of a blob; `kind` is its coding, with the dictionary where there is one."""
+    return codings_prefix(digest) + kind.encode()
 
 
 def codings_prefix(digest: Digest) -> bytes:
     """What the names of all coded copies of one blob begin with."""
-    return b"codings/" + digest.hex().encode() + b"/"
+    return CODINGS + digest.hex().encode() + b"/"
 
 
 def coded_digest(name: bytes) -> Digest:

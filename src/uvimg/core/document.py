@@ -11,7 +11,6 @@ from typing import ClassVar
 from urllib.parse import quote
 
 from uvimg.core.errors import BadParameter, BadRequest, MethodNotAllowed, NotFound, NotImplementedHere, TargetTooLong
-from uvimg.core.message import split_target
 from uvimg.core.route import read_fields
 
 _PREFIX = b"documents/"
@@ -87,14 +86,13 @@ class AddSlash:
 Query = Show | Enter | List | Put | Delete | Options | AddSlash
 
 
-def route(method: str, target: str, mount: str) -> Query:
-    """What is asked for below `mount`, "" or "/docs". `target` is the request's, as it came.
+def route(method: str, path: str, query: str, target: str, mount: str) -> Query:
+    """What is asked for below `mount`, "" or "/docs". `path` is decoded, `query` is not, `target` is as it came.
 
     Raises NotFound, MethodNotAllowed, NotImplementedHere, BadRequest, TargetTooLong.
     """
     if method not in _METHODS:
         raise NotImplementedHere("This method is not known here.")
-    path, query = split_target(target)
     if path == "*" and method == "OPTIONS":
         return Options(_ALLOW_DOCUMENT)
     if path == mount and mount:
@@ -256,5 +254,3 @@ def parse_caching(field: str) -> str:
     if len(field) > _MAX_FIELD or not re.fullmatch(r"[ !#-~\t\"]+", field):
         raise BadRequest("Cache-Control is malformed.")
     return field
-
-

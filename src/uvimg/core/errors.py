@@ -96,6 +96,11 @@ class DigestConflict(UvimgError):
         self.sha256 = sha256
 
 
+class PreconditionFailed(UvimgError):
+    status = 412
+    sentence = "A precondition does not hold."
+
+
 class TooLarge(UvimgError):
     status = 413
     sentence = "The body is larger than this server takes."

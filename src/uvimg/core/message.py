@@ -5,7 +5,7 @@ by ", " (RFC 9110 5.3), so a lookup sees all of it.
 """
 
 import re
-from collections.abc import AsyncIterable, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import BinaryIO, Literal
 from urllib.parse import unquote
@@ -66,6 +66,18 @@ class FilePart:
 Content = bytes | FilePart
 
 
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A body that is made while it is sent, of a size that nobody knows before: asked for a piece when the client has
+    taken those before. Where making fails in the middle, so does the connection: the answer must not look whole.
+
+    `close` frees what makes it, also where nobody has asked for a piece yet.
+    """
+
+    pieces: AsyncIterator[bytes]
+    close: Callable[[], None] = lambda: None
+
+
 @dataclass(slots=True)
 class Response:
     """One answer. The front-end adds Content-Length, Date and Server, sends no body to HEAD, and releases it.
@@ -78,7 +90,7 @@ class Response:
 
     status: int
     headers: dict[str, str] = field(default_factory=dict)
-    body: Content = b""
+    body: Content | Pieces = b""
     lasts: Literal["not", "while the store is unchanged", "always"] = "not"
     route: str = ""
     origin: str = ""
@@ -86,11 +98,14 @@ class Response:
 
     @property
     def size(self) -> int:
+        """Of the body in bytes; 0 for one in pieces."""
+        if isinstance(self.body, Pieces):
+            return 0
         return self.body.size if isinstance(self.body, FilePart) else len(self.body)
 
     def release(self) -> None:
         """Close what the body holds open; safe to call at any time."""
-        if isinstance(self.body, FilePart):
+        if isinstance(self.body, FilePart | Pieces):
             self.body.close()
 
 

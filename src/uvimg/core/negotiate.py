@@ -149,6 +149,17 @@ def choose_answer(headers: Mapping[str, str], etag: str, modified_s: int, size: 
     return _WHOLE
 
 
+def may_change(headers: Mapping[str, str], etag: str | None, modified_s: int = 0) -> bool:
+    """Whether a PUT or DELETE may change what has this ETag, None where there is nothing yet."""
+    match, none_match = headers.get("if-match"), headers.get("if-none-match")
+    if match is not None:
+        return etag is not None and _lists(match, etag, weak=False)
+    if none_match is not None:
+        return etag is None or not _lists(none_match, etag, weak=True)
+    since = _date(headers.get("if-unmodified-since"))
+    return etag is None or since is None or modified_s <= since
+
+
 def _lists(field: str, etag: str, *, weak: bool) -> bool:
     """Whether an If-Match or If-None-Match field lists this ETag. zimg's clients send it without quotes."""
     if field.strip() == "*":

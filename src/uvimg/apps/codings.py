@@ -1,0 +1,343 @@
+"""Coded copies of what is in the store: looked up, made while they are sent, kept, and made better when nobody waits.
+
+The first copy that was made for a client is kept under the digest of what it is a copy of, and queued to be made
+again with all effort. From then on an answer is a stored blob like any other, and nothing is coded for it.
+Copies may be lost: they are made again. They go with the last name of what they are copies of.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from uvimg.coders import AT_ONCE_BYTES, OFFERED, Coded, Coders, code_now
+from uvimg.core.address import Digest
+from uvimg.core.coding import BEST, QUICK, Coding, coding_name, codings_prefix, is_worth_coding
+from uvimg.core.dictionary import MOST_VERSIONS
+from uvimg.core.errors import UvimgError
+from uvimg.core.message import Content, FilePart, Pieces, Response
+from uvimg.core.negotiate import choose_coding
+from uvimg.store import Incoming, Near, Record, Store
+
+log = logging.getLogger("uvimg.codings")
+
+Keep = Literal["none", "first", "best"]
+
+# Copies that wait to be made better; more are queued when they are asked for again.
+_MOST_WANTED = 1000
+# Nobody would wait for more than minutes, not even nobody.
+_LARGEST_IMPROVED = 256 << 20
+
+_encode_level = msgspec.msgpack.Encoder().encode
+_decode_level = msgspec.msgpack.Decoder(int).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How a representation is to be coded. A level of None is ours to choose, and one that is kept is as good."""
+
+    coding: Coding
+    level: int | None = None
+    dictionary: Digest | None = None
+
+    @property
+    def kind(self) -> str:
+        """What tells copies of one blob apart."""
+        return self.coding if self.dictionary is None else f"{self.coding}-{self.dictionary.hex()[:16]}"
+
+
+PLAIN = Wanted("identity")
+
+
+class Codings:
+    """The copies of one store. `level` is zstd's while a client waits."""
+
+    def __init__(self, store: Store, coders: Coders, level: int, keep: Keep) -> None:
+        self._store, self._coders, self._keep = store, coders, keep
+        self._quick = {**QUICK, "zstd": level}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._keeping: set[bytes] = set()
+        # What is to be made better, in the order of asking: name of the copy → what it is a copy of.
+        self._wanted: dict[bytes, tuple[Record, Wanted]] = {}
+        self._improving: asyncio.Task[None] | None = None
+        # For the metrics: copies made, by why.
+        self.made = {"asked": 0, "improved": 0}
+
+    @property
+    def waiting(self) -> int:
+        return len(self._wanted)
+
+    async def stop(self) -> None:
+        """Keep what is on its way into the store; improve nothing more."""
+        if self._improving is not None:
+            self._improving.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def level_of(self, wanted: Wanted) -> int:
+        return self._quick[wanted.coding] if wanted.level is None else wanted.level
+
+    def find_now(self, near: Near, record: Record, wanted: Wanted) -> Record | None:
+        """A kept copy. One that can be made better is queued for that."""
+        if wanted.level is not None:
+            return None
+        return self._consider(record, wanted, near.record(coding_name(record.digest, wanted.kind)))
+
+    async def find(self, record: Record, wanted: Wanted) -> Record | None:
+        if wanted.level is not None:
+            return None
+        return self._consider(record, wanted, await self._store.record(coding_name(record.digest, wanted.kind)))
+
+    def _consider(self, record: Record, wanted: Wanted, kept: Record | None) -> Record | None:
+        if kept is not None and kept_level(kept) < BEST[wanted.coding]:
+            self._want_better(record, wanted)
+        return kept
+
+    async def make(self, record: Record, content: Content, wanted: Wanted) -> bytes | Pieces:
+        """The body, made now; `content` is closed with it. Overloaded when too many wait for one already."""
+        level = self.level_of(wanted)
+        try:
+            dictionary = None if wanted.dictionary is None else await self._load(wanted.dictionary)
+        except BaseException:
+            _close(content)
+            raise
+        coded = await self._coders.start(content, wanted.coding, level, dictionary)
+        self.made["asked"] += 1
+        try:
+            first = await coded.step()
+        except BaseException:
+            coded.close()
+            raise
+        keeps = self._keep != "none" and wanted.level is None
+        name = coding_name(record.digest, wanted.kind)
+        incoming = None
+        if keeps and name not in self._keeping:
+            self._keeping.add(name)
+            incoming = self._store.incoming()
+        body = _Body(self, coded, first, _Copy(name, record, wanted, level, incoming))
+        if not coded.ended:
+            return Pieces(body, body.close)
+        await anext(body)
+        return first
+
+    async def _load(self, digest: Digest) -> tuple[Digest, bytes] | None:
+        """A dictionary's bytes. UvimgError where they have gone in this very moment."""
+        content = await self._store.get(digest)
+        if isinstance(content, FilePart):
+            try:
+                data = await asyncio.to_thread(_read_all, content)
+            finally:
+                content.close()
+        elif content is None:
+            raise UvimgError("The dictionary has been deleted in this moment.")
+        else:
+            data = content
+        return digest, data
+
+    async def keep(self, copy: "_Copy") -> None:
+        """Give a copy that has all come its name, unless there are too many. Nothing is lost when that fails."""
+        assert copy.incoming is not None
+        try:
+            digest = await copy.incoming.finish()
+            facts = _encode_level(copy.level)
+            record = Record(digest, copy.incoming.size, copy.record.type, int(time.time()), facts)
+            if copy.wanted.dictionary is not None and not await self._has_room(copy.record.digest, copy.name):
+                return
+            await self._store.bind([copy.name], record, copy.incoming)
+            # Deleting takes the last name first and looks for copies then: one of the two sees this one.
+            if not await self._store.is_named(copy.record.digest):
+                await self._store.unbind([copy.name])
+            elif copy.level < BEST[copy.wanted.coding]:
+                self._want_better(copy.record, copy.wanted)
+        except UvimgError as exc:
+            log.warning("a coded copy could not be kept: %s", exc.detail)
+        finally:
+            await self.drop(copy)
+
+    async def drop(self, copy: "_Copy") -> None:
+        """Let go of a copy, also of one that has not all come."""
+        assert copy.incoming is not None
+        self._keeping.discard(copy.name)
+        await copy.incoming.__aexit__(None, None, None)
+
+    async def _has_room(self, digest: Digest, name: bytes) -> bool:
+        """Clients may have any of many dictionaries; the copies of one blob are few."""
+        kept = [known for known, _ in await self._store.scan(codings_prefix(digest) + b"dcz-", limit=MOST_VERSIONS)]
+        return len(kept) < MOST_VERSIONS or name in kept
+
+    async def forget(self, digest: Digest) -> None:
+        """Take away the copies of a blob that has lost a name, if that was its last."""
+        if not await self._store.is_named(digest):
+            while page := await self._store.scan(codings_prefix(digest), limit=100):
+                await self._store.unbind([name for name, _ in page])
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # Better ones
+
+    def _want_better(self, record: Record, wanted: Wanted) -> None:
+        if self._keep != "best" or record.size > _LARGEST_IMPROVED or len(self._wanted) >= _MOST_WANTED:
+            return
+        self._wanted.setdefault(coding_name(record.digest, wanted.kind), (record, wanted))
+        if self._improving is None or self._improving.done():
+            self._improving = asyncio.create_task(self._improve_all())
+
+    async def _improve_all(self) -> None:
+        while self._wanted:
+            await self._coders.until_idle()
+            name = next(iter(self._wanted))
+            record, wanted = self._wanted[name]
+            try:
+                await self._improve(name, record, wanted)
+            except (UvimgError, OSError) as exc:
+                log.warning("a coded copy could not be made better: %s", exc)
+            finally:
+                self._wanted.pop(name, None)
+
+    async def _improve(self, name: bytes, record: Record, wanted: Wanted) -> None:
+        kept = await self._store.record(name)
+        level = BEST[wanted.coding]
+        if kept is None or kept_level(kept) >= level:
+            # Another process was first, or it has been deleted.
+            return
+        content = await self._store.get(record.digest)
+        if content is None:
+            return
+        try:
+            dictionary = None if wanted.dictionary is None else await self._load(wanted.dictionary)
+        except BaseException:
+            _close(content)
+            raise
+        coded = self._coders.start_idly(content, wanted.coding, level, dictionary)
+        copy = _Copy(name, record, wanted, level, self._store.incoming())
+        assert copy.incoming is not None
+        try:
+            await copy.incoming.__aenter__()
+            async for piece in coded:
+                await copy.incoming.write(piece)
+                await self._coders.until_idle()
+        except BaseException:
+            await self.drop(copy)
+            raise
+        finally:
+            coded.close()
+        await self.keep(copy)
+        self.made["improved"] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy on its way into the store, or past it where there is no `incoming`."""
+
+    name: bytes
+    record: Record
+    wanted: Wanted
+    level: int
+    incoming: Incoming | None
+
+
+class _Body:
+    """A body that is made while it is sent, and kept then. `close` may come at any time, and again."""
+
+    def __init__(self, codings: Codings, coded: Coded, first: bytes, copy: _Copy) -> None:
+        self._codings, self._coded, self._copy = codings, coded, copy
+        self._first: bytes | None = first
+        # Whether there is an open copy that nobody else closes.
+        self._keeps = copy.incoming is not None
+        self._begun = False
+
+    def __aiter__(self) -> "_Body":
+        return self
+
+    async def __anext__(self) -> bytes:
+        piece, self._first = self._first, None
+        if piece is None:
+            if self._coded.ended:
+                raise StopAsyncIteration
+            piece = await self._coded.step()
+        if self._keeps:
+            await self._put(piece)
+        if self._coded.ended:
+            self._end()
+        return piece
+
+    async def _put(self, piece: bytes) -> None:
+        """Where the store is slower than the client, the client waits: nothing is held in memory for it."""
+        assert self._copy.incoming is not None
+        try:
+            if not self._begun:
+                self._begun = True
+                await self._copy.incoming.__aenter__()
+            await self._copy.incoming.write(piece)
+        except UvimgError as exc:
+            log.warning("a coded copy could not be kept: %s", exc.detail)
+            self._give_up()
+
+    def _end(self) -> None:
+        self._coded.close()
+        if self._keeps:
+            self._keeps = False
+            self._codings.spawn(self._codings.keep(self._copy))
+
+    def _give_up(self) -> None:
+        if self._keeps:
+            self._keeps = False
+            self._codings.spawn(self._codings.drop(self._copy))
+
+    def close(self) -> None:
+        self._coded.close()
+        self._give_up()
+
+
+# Coding for any app
+
+
+def kept_level(copy: Record) -> int:
+    return _decode_level(copy.facts)
+
+
+def choose_wanted(accepted: str | None, record: Record, dictionary: Digest | None = None) -> Wanted:
+    """The coding of a stored blob for a request with this Accept-Encoding. NotAcceptable for none at all."""
+    if not is_worth_coding(record.type, record.size):
+        choose_coding(accepted, ())
+        return PLAIN
+    coding = choose_coding(accepted, OFFERED if dictionary is None else ("dcz", *OFFERED))
+    return Wanted(coding, None, dictionary if coding == "dcz" else None)
+
+
+def code_answer(headers: Mapping[str, str], response: Response) -> None:
+    """Code an answer that was made for this request alone, where that is worth it. NotAcceptable for none at all.
+
+    What has an ETag is its app's to code, for each coding has one of its own.
+    """
+    body = response.body
+    if response.status != 200 or not isinstance(body, bytes) or "Content-Encoding" in response.headers:
+        return
+    if "ETag" in response.headers or not is_worth_coding(response.headers.get("Content-Type", ""), len(body)):
+        return
+    coding = choose_coding(headers.get("accept-encoding"), OFFERED)
+    add_vary(response.headers, "Accept-Encoding")
+    if coding != "identity" and len(body) <= AT_ONCE_BYTES:
+        response.body = code_now(body, coding, QUICK[coding])
+        response.headers["Content-Encoding"] = coding
+
+
+def add_vary(headers: dict[str, str], *fields: str) -> None:
+    known = headers.get("Vary")
+    headers["Vary"] = ", ".join([*([known] if known else []), *fields])
+
+
+def _read_all(part: FilePart) -> bytes:
+    return os.pread(part.file.fileno(), part.size, part.start)
+
+
+def _close(content: Content) -> None:
+    if isinstance(content, FilePart):
+        content.close()
