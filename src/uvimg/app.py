@@ -100,7 +100,9 @@ async def serve(settings: Settings, announce: Callable[[str], None], *, supervis
 
 
 @contextlib.asynccontextmanager
-async def start_service(settings: Settings, *, has_siblings: bool = False) -> AsyncIterator[tuple[Service, Ready]]:
+async def start_service(
+    settings: Settings, *, has_siblings: bool = False
+) -> AsyncIterator[tuple[Service, Ready | None]]:
     """The service, and what its workers can do, with health and metrics on a listener of their own if they have one."""
     with _operations_sockets(settings) as listeners:
         async with (
@@ -170,11 +172,17 @@ def _make_tls(settings: Settings) -> ssl.SSLContext | None:
         raise ConfigError(f"tls_certificate and tls_key: {exc}") from exc
 
 
-def _describe(settings: Settings, listeners: list[socket.socket], ready: Ready) -> str:
+def _describe(settings: Settings, listeners: list[socket.socket], ready: Ready | None) -> str:
     """The line that a person waits for."""
     scheme = "https" if settings.tls_certificate else "http"
     return (
         f"uvimg {__version__} is ready: {' '.join(show_address(each, scheme) for each in listeners)}  "
-        f"(store {settings.store}, workers {count_workers(settings)}, libvips {ready.libvips}, "
-        f"confined by {', '.join(ready.confined_by) or 'nothing'})"
+        f"(store {settings.store}{describe_workers(settings, ready)})"
     )
+
+
+def describe_workers(settings: Settings, ready: Ready | None) -> str:
+    if ready is None:
+        return ""
+    confined = ", ".join(ready.confined_by) or "nothing"
+    return f", workers {count_workers(settings)}, libvips {ready.libvips}, confined by {confined}"

@@ -4,6 +4,7 @@ Order matters: the store is opened first (what is wrong with it is found at once
 Below `web`, so that an aiohttp application of ours can start a service in somebody else's process.
 """
 
+import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +17,7 @@ from uvimg import __version__, config, logs
 from uvimg.apps.codings import Codings
 from uvimg.apps.documents import Documents, DocumentsSettings
 from uvimg.apps.images import Images, ImagesSettings, Rendition, weigh
+from uvimg.apps.keyvalue import KeyValue, KeyValueSettings
 from uvimg.apps.operations import PATHS, Health, Operations, OperationsSettings, judge_health
 from uvimg.cache import Cache
 from uvimg.coders import Coders
@@ -27,7 +29,7 @@ from uvimg.core.plan import Rules
 from uvimg.imaging import Limits, Ready
 from uvimg.imaging.pool import Pool, PoolSettings
 from uvimg.metrics import Metrics, Reading, watch_process
-from uvimg.service import Service
+from uvimg.service import App, Service
 from uvimg.store import Store, open_store
 
 
@@ -37,11 +39,11 @@ class CannotStart(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """`operations` answers about health and metrics alone; `ready` is what the workers can do."""
+    """`operations` answers about health and metrics alone; `ready` is what image workers can do, if there are any."""
 
     service: Service
     operations: Service
-    ready: Ready
+    ready: Ready | None
 
 
 @contextlib.asynccontextmanager
@@ -51,41 +53,86 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
     One that `has_siblings` at the same place is well there, though it drains itself, while any of them serves.
     """
     metrics = Metrics(settings.metrics_dir)
-    async with _publishing(metrics):
-        store = open_store(settings.store)
-        try:
-            pool = Pool(_pool_settings(settings))
-            ready = await pool.start()
-            try:
-                _check_formats(settings, ready)
-                cache: Cache[Any, Rendition] = Cache(settings.cache_size, weigh)
-                images = Images(_images_settings(settings), store, pool, cache)
-                access_log = logs.make_access_log() if settings.access_log else None
-                version = (store.near or _Unchanging()).version
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(_publishing(metrics))
+        store = open_store(settings.store, durability=settings.durability)
+        stack.push_async_callback(store.close)
+        codings = await stack.enter_async_context(_coding(settings, store, metrics))
+        apps: dict[str, App] = {}
+        pool: Pool | None = None
+        ready: Ready | None = None
+        if "images" in settings.apps:
+            apps["images"], pool, ready = await stack.enter_async_context(
+                _starting_images(settings, store, codings, metrics)
+            )
+        if "kv" in settings.apps:
+            apps["kv"] = await stack.enter_async_context(_starting_values(settings, store))
+        if "documents" in settings.apps:
+            apps["documents"] = Documents(_documents_settings(settings), store, codings)
+        access_log = logs.make_access_log() if settings.access_log else None
+        version = (store.near or _Unchanging()).version
 
-                def health() -> Health:
-                    # Processes with the same folder for metrics may have the same place for health.
-                    return _find_health(service, pool, store, shared=has_siblings or bool(settings.operations_listen))
+        def health() -> Health:
+            # Processes with the same folder for metrics may have the same place for health.
+            return _find_health(service, pool, store, shared=has_siblings or bool(settings.operations_listen))
 
-                operations = Operations(_operations_settings(settings), metrics, health)
-                pages = {} if settings.operations_listen else dict.fromkeys(PATHS, operations)
-                service = Service(images, access_log, version, metrics, pages=pages)
-                _watch(metrics, service, pool, cache, store, settings)
-                metrics.info = {"version": __version__, "libvips": ready.libvips}
-                # One that drains looks whether others serve.
-                await metrics.publish()
-                try:
-                    yield Assembled(service, Service(operations, access_log, version, metrics), ready)
-                finally:
-                    await images.drain()
-            finally:
-                await pool.stop()
-        finally:
-            await store.close()
+        operations = Operations(_operations_settings(settings), metrics, health)
+        pages = {} if settings.operations_listen else dict.fromkeys(PATHS, operations)
+        mounts = {_MOUNTS[name]: app for name, app in apps.items() if _is_mounted(settings, name)}
+        root = next((app for name, app in apps.items() if not _is_mounted(settings, name)), operations)
+        service = Service(root, access_log, version, metrics, pages=pages, mounts=mounts)
+        metrics.watch(watch_process(lambda: pool.pids if pool else [], lambda: service.draining))
+        metrics.view(lambda: _read_store(store))
+        metrics.info = {"version": __version__} | ({"libvips": ready.libvips} if ready else {})
+        # One that drains looks whether others serve.
+        await metrics.publish()
+        yield Assembled(service, Service(operations, access_log, version, metrics), ready)
+
+
+# Where an app is among several.
+_MOUNTS = {"kv": "kv", "documents": "docs"}
+
+
+def _is_mounted(settings: Settings, name: str) -> bool:
+    """Whether an app is below a path of its own: one that is alone is at /, and so are images among several."""
+    return len(settings.apps) > 1 and name != "images"
 
 
 @contextlib.asynccontextmanager
-async def _coding(settings: Settings, store: Store) -> AsyncIterator[Codings]:
+async def _starting_images(
+    settings: Settings, store: Store, codings: Codings, metrics: Metrics
+) -> AsyncIterator[tuple[Images, Pool, Ready]]:
+    """The images app and its workers."""
+    pool = Pool(_pool_settings(settings))
+    ready = await pool.start()
+    try:
+        _check_formats(settings, ready)
+        cache: Cache[Any, Rendition] = Cache(settings.cache_size, weigh)
+        images = Images(_images_settings(settings), store, pool, cache, codings)
+        metrics.watch(lambda: _read_pool(pool, _pool_settings(settings)))
+        metrics.watch(lambda: _read_cache(cache, settings.cache_size))
+        try:
+            yield images, pool, ready
+        finally:
+            await images.drain()
+    finally:
+        await pool.stop()
+
+
+@contextlib.asynccontextmanager
+async def _starting_values(settings: Settings, store: Store) -> AsyncIterator[KeyValue]:
+    """The key-value app, and the removal of what expires."""
+    app = KeyValue(_values_settings(settings), store)
+    sweeping = asyncio.create_task(app.values.keep_sweeping())
+    try:
+        yield app
+    finally:
+        sweeping.cancel()
+        await asyncio.gather(sweeping, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _coding(settings: Settings, store: Store, metrics: Metrics) -> AsyncIterator[Codings]:
     """The coded copies of a store, which apps share."""
     coders = Coders(settings.coding_memory)
     try:
@@ -108,7 +155,7 @@ async def _publishing(metrics: Metrics) -> AsyncIterator[None]:
         yield
 
 
-def _find_health(service: Service, pool: Pool, store: Store, *, shared: bool) -> Health:
+def _find_health(service: Service, pool: Pool | None, store: Store, *, shared: bool) -> Health:
     """What is asked for every second or so: nothing here waits, and the store's answer takes a microsecond."""
     draining = service.draining and not (shared and service.metrics.others_serve())
     try:
@@ -118,16 +165,7 @@ def _find_health(service: Service, pool: Pool, store: Store, *, shared: bool) ->
         store_answers = False
     else:
         store_answers = True
-    return judge_health(draining=draining, workerless_s=pool.workerless_s, store_answers=store_answers)
-
-
-def _watch(
-    metrics: Metrics, service: Service, pool: Pool, cache: Cache[Any, Rendition], store: Store, settings: Settings
-) -> None:
-    metrics.watch(watch_process(lambda: pool.pids, lambda: service.draining))
-    metrics.watch(lambda: _read_pool(pool, _pool_settings(settings)))
-    metrics.watch(lambda: _read_cache(cache, settings.cache_size))
-    metrics.view(lambda: _read_store(store))
+    return judge_health(draining=draining, workerless_s=pool.workerless_s if pool else 0.0, store_answers=store_answers)
 
 
 def _read_pool(pool: Pool, settings: PoolSettings) -> Iterator[Reading]:
@@ -204,9 +242,9 @@ def _operations_settings(settings: Settings) -> OperationsSettings:
     )
 
 
-def _documents_settings(settings: Settings, mount: str) -> DocumentsSettings:
+def _documents_settings(settings: Settings) -> DocumentsSettings:
     return DocumentsSettings(
-        mount=mount,
+        mount="/docs" if _is_mounted(settings, "documents") else "",
         headers=_fold_headers(settings.document_headers),
         forcing=settings.compression_parameter,
         zstd_level=settings.zstd_level,
@@ -215,6 +253,17 @@ def _documents_settings(settings: Settings, mount: str) -> DocumentsSettings:
         download_rule=parse_rules(settings.download_rule),
         admin_rule=parse_rules(settings.admin_rule),
         trusted_proxies=tuple(parse_network(proxy) for proxy in settings.trusted_proxies),
+    )
+
+
+def _values_settings(settings: Settings) -> KeyValueSettings:
+    return KeyValueSettings(
+        dialect=settings.kv_dialect,
+        max_bytes=settings.kv_max_size,
+        read_rule=parse_rules(settings.kv_read_rule),
+        write_rule=parse_rules(settings.kv_write_rule),
+        trusted_proxies=tuple(parse_network(proxy) for proxy in settings.trusted_proxies),
+        depth=1 if _is_mounted(settings, "kv") else 0,
     )
 
 

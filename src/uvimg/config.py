@@ -21,7 +21,9 @@ from uvimg.core.formats import FORMATS
 from uvimg.core.place import check_places
 
 ENVIRONMENT_PREFIX = "UVIMG_"
-APPS = ("images",)
+APPS = ("images", "kv", "documents")
+# Of each app where it is served alone.
+PORTS = {"images": 4869, "kv": 8080, "documents": 4869}
 
 
 class ConfigError(Exception):
@@ -170,6 +172,7 @@ def _check_file(path: str) -> None:
 
 _SERVER, _STORE, _IMAGES, _LIMITS, _WORKERS, _ACCESS = "Server", "Store", "Images", "Limits", "Workers", "Access"
 _DOCUMENTS = "Documents"
+_VALUES = "Key-value"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +180,20 @@ class Settings:
     """The values. Sizes in bytes, times in seconds."""
 
     apps: tuple[str, ...] = _setting(
-        APPS, _SERVER, "The apps to serve; so far there is one, and it is mounted at /.", choices=APPS, positional=True
+        APPS,
+        _SERVER,
+        "The apps to serve: one alone is mounted at /; of several images is, kv at /kv/ and documents at /docs/.",
+        choices=APPS,
+        positional=True,
     )
     host: str = _setting("127.0.0.1", _SERVER, "Address to listen on; 0.0.0.0 or :: is every interface.")
-    port: int = _setting(4869, _SERVER, "Port to listen on; 0 takes a free one.", low=0, high=65_535)
+    port: int = _setting(
+        4869,
+        _SERVER,
+        "Port to listen on; 0 takes a free one. Where kv is served alone the default is 8080.",
+        low=0,
+        high=65_535,
+    )
     listen: tuple[str, ...] = _setting(
         (),
         _SERVER,
@@ -236,6 +249,13 @@ class Settings:
     access_log: bool = _setting(True, _SERVER, "Log one line for each request.")
     store: str = _setting(
         "local:./data", _STORE, "Where images live: local:DIR, or memory: which forgets.", check=_check_store
+    )
+    durability: Literal["commit", "os"] = _setting(
+        "commit",
+        _STORE,
+        "commit: what was answered survives a power cut. os: half the waiting for the disk; a power cut may undo the "
+        "last commit, that is what was answered in the moment before, and nothing else. The end of the process loses "
+        "nothing either way.",
     )
     save_new: Literal["0", "1", "2"] = _setting(
         "1",
@@ -331,6 +351,16 @@ class Settings:
     )
     max_output_pixels: int = _setting(50_000_000, _LIMITS, "Most pixels of a rendition that enlarges.", low=1)
     max_output_frames: int = _setting(100, _LIMITS, "Most frames that a rendition keeps of an animation.", low=1)
+    kv_dialect: Literal["olegdb", "kyoto"] = _setting(
+        "olegdb",
+        _VALUES,
+        "Whose answers kv gives where OlegDB and Kyoto Tycoon differ: to POST, PUT and DELETE of a key.",
+    )
+    kv_max_size: int = _setting(64 << 20, _VALUES, "Largest value.", low=1, high=99_999_999, unit="bytes")
+    kv_read_rule: str = _setting("allow all", _VALUES, "Who may read values and list keys.", check=parse_rules)
+    kv_write_rule: str = _setting(
+        "allow all", _VALUES, "Who may write and delete values, and call procedures.", check=parse_rules
+    )
     workers: int = _setting(0, _WORKERS, "Image worker processes; 0 is one for each core.", low=0, high=1024)
     queue_limit: int = _setting(
         1000,
@@ -405,6 +435,9 @@ def load(
         if value is not None:
             flag = key if key in by_name and by_name[key].positional else "--" + key.replace("_", "-")
             _put(values, by_name, key, value, f"from {flag}")
+    apps = values.get("apps", APPS)
+    if "port" not in values and len(apps) == 1:
+        values["port"] = PORTS[apps[0]]
     settings = Settings(**values)
     _check_together(settings)
     return settings

@@ -150,6 +150,8 @@ class Supervisor:
         count = (
             f"processes {len(self._slots)}, workers {sum(self._share(slot, self._settings) for slot in self._slots)}"
         )
+        if ", libvips" not in first.ready_line:
+            return f"{first.ready_line.removesuffix(')')}, processes {len(self._slots)})"
         return re.sub(r"workers \d+(?=, libvips)", count, first.ready_line, count=1)
 
     def _share(self, slot: _Slot, settings: Settings) -> int:

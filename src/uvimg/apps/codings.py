@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,11 +17,22 @@ import msgspec
 
 from uvimg.coders import AT_ONCE_BYTES, OFFERED, Coded, Coders, code_now
 from uvimg.core.address import Digest
-from uvimg.core.coding import BEST, QUICK, Coding, coding_name, codings_prefix, is_worth_coding
-from uvimg.core.dictionary import MOST_VERSIONS
-from uvimg.core.errors import UvimgError
-from uvimg.core.message import Content, FilePart, Pieces, Response
-from uvimg.core.negotiate import choose_coding
+from uvimg.core.coding import BEST, QUICK, Coding, Forced, coding_name, codings_prefix, is_worth_coding
+from uvimg.core.dictionary import MAX_BYTES, MOST_VERSIONS, dictionary_name, parse_available
+from uvimg.core.errors import RangeNotSatisfiable, UvimgError
+from uvimg.core.message import Content, FilePart, Pieces, Request, Response
+from uvimg.core.negotiate import (
+    Failed,
+    NotModified,
+    Part,
+    Unsatisfiable,
+    Whole,
+    choose_answer,
+    choose_coding,
+    find_held,
+    http_date,
+    name_etag,
+)
 from uvimg.store import Incoming, Near, Record, Store
 
 log = logging.getLogger("uvimg.codings")
@@ -77,6 +88,94 @@ class Codings:
         if self._improving is not None:
             self._improving.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # Showing
+
+    def show_now(
+        self, near: Near, request: Request, record: Record, headers: dict[str, str], forced: Forced | None = None
+    ) -> Response | None:
+        """The answer with a stored blob, coded as the request will have it, where that is at hand.
+
+        `headers` are the app's own. RangeNotSatisfiable, NotAcceptable.
+        """
+        dictionary = _named_dictionary(request)
+        if dictionary is not None and not _serves(near.record(dictionary_name(dictionary)), record):
+            dictionary = None
+        wanted = _choose_wanted(request, record, dictionary, forced)
+        copy = record if wanted.coding == "identity" else self.find_now(near, record, wanted)
+        if copy is None:
+            return None
+        answer, headers = self._choose_answer(request, record, wanted, copy, headers)
+        if isinstance(answer, Response):
+            return answer
+        content = near.get(copy.digest)
+        if content is None or not _is_whole(copy, content):
+            _close(content)
+            return None
+        return _answer(answer, headers, content, copy.size, "original" if copy is record else "copy")
+
+    async def show(
+        self, request: Request, record: Record, headers: dict[str, str], forced: Forced | None = None
+    ) -> Response | None:
+        """The same, made now if need be. None where the blob itself is gone."""
+        dictionary = _named_dictionary(request)
+        if dictionary is not None:
+            named = await self._store.record(dictionary_name(dictionary))
+            dictionary = dictionary if _serves(named, record) else None
+        wanted = _choose_wanted(request, record, dictionary, forced)
+        copy = record if wanted.coding == "identity" else await self.find(record, wanted)
+        if copy is not None:
+            answer, fields = self._choose_answer(request, record, wanted, copy, headers)
+            if isinstance(answer, Response):
+                return answer
+            content = await self._store.get(copy.digest)
+            if content is not None and _is_whole(copy, content):
+                return _answer(answer, fields, content, copy.size, "original" if copy is record else "copy")
+            # A copy that is cut or missing is made again.
+            _close(content)
+            if copy is record:
+                return None
+        answer, fields = self._choose_answer(request, record, wanted, None, headers)
+        if isinstance(answer, Response):
+            return answer
+        if request.method == "HEAD":
+            # How long it would be takes making it.
+            return Response(200, fields, Pieces(_nothing()), origin="made")
+        content = await self._store.get(record.digest)
+        if content is None or not _is_whole(record, content):
+            _close(content)
+            return None
+        return Response(200, fields, await self.make(record, content, wanted), origin="made")
+
+    def _choose_answer(
+        self, request: Request, record: Record, wanted: Wanted, copy: Record | None, own: dict[str, str]
+    ) -> tuple[Response | Whole | Part, dict[str, str]]:
+        """A whole 304 or 412, or how much to send, and the head's fields; `copy` is what there is to send already."""
+        etag, plain = blob_etag(record), wanted.coding == "identity"
+        if not plain:
+            held = find_held(request.headers, etag, wanted.kind) if wanted.level is None else None
+            level = self.level_of(wanted) if copy is None else kept_level(copy)
+            etag = held or name_etag(etag, f"{wanted.kind}-{level}")
+        headers = {**own, "ETag": etag, "Last-Modified": http_date(record.created_s)}
+        if is_worth_coding(record.type, record.size):
+            add_vary(headers, "Accept-Encoding")
+            if _takes_dictionaries(request):
+                add_vary(headers, "Available-Dictionary")
+        ranges = plain and request.method == "GET"
+        answer = choose_answer(request.headers, etag, record.created_s, record.size, ranges=ranges)
+        match answer:
+            case NotModified():
+                return Response(304, headers, origin="not_modified"), headers
+            case Failed():
+                return Response(412, {"ETag": etag, "Cache-Control": "no-store"}), headers
+            case Unsatisfiable():
+                raise RangeNotSatisfiable(record.size)
+        headers["Content-Type"] = record.type
+        if plain:
+            headers["Accept-Ranges"] = "bytes"
+        else:
+            headers["Content-Encoding"] = wanted.coding
+        return answer, headers
 
     def level_of(self, wanted: Wanted) -> int:
         return self._quick[wanted.coding] if wanted.level is None else wanted.level
@@ -296,37 +395,104 @@ class _Body:
         self._give_up()
 
 
-# Coding for any app
+# How a stored blob is answered with
+
+
+def _choose_wanted(request: Request, record: Record, dictionary: Digest | None, forced: Forced | None) -> Wanted:
+    """The coding of a stored blob for a request. NotAcceptable for none at all."""
+    accepted = request.headers.get("accept-encoding")
+    if not is_worth_coding(record.type, record.size):
+        # What is compressed already is not compressed again, whoever asks.
+        if forced is None:
+            choose_coding(accepted, ())
+        return PLAIN
+    if forced is not None:
+        return Wanted(forced.coding, forced.level)
+    coding = choose_coding(accepted, OFFERED if dictionary is None else ("dcz", *OFFERED))
+    return Wanted(coding, None, dictionary if coding == "dcz" else None)
+
+
+def _takes_dictionaries(request: Request) -> bool:
+    return "dcz" in request.headers.get("accept-encoding", "")
+
+
+def _named_dictionary(request: Request) -> Digest | None:
+    """The dictionary that the client has, where it takes dcz."""
+    return parse_available(request.headers.get("available-dictionary")) if _takes_dictionaries(request) else None
+
+
+def _serves(dictionary: Record | None, record: Record) -> bool:
+    """Whether there is such a dictionary, fit for this blob."""
+    return dictionary is not None and dictionary.digest != record.digest and dictionary.size <= MAX_BYTES
+
+
+def blob_etag(record: Record) -> str:
+    """Strong, from the hash of the bytes as they were stored."""
+    return f'"{record.digest.hex()[:32]}"'
 
 
 def kept_level(copy: Record) -> int:
     return _decode_level(copy.facts)
 
 
-def choose_wanted(accepted: str | None, record: Record, dictionary: Digest | None = None) -> Wanted:
-    """The coding of a stored blob for a request with this Accept-Encoding. NotAcceptable for none at all."""
-    if not is_worth_coding(record.type, record.size):
-        choose_coding(accepted, ())
-        return PLAIN
-    coding = choose_coding(accepted, OFFERED if dictionary is None else ("dcz", *OFFERED))
-    return Wanted(coding, None, dictionary if coding == "dcz" else None)
+def _is_whole(record: Record, content: Content) -> bool:
+    return (content.size if isinstance(content, FilePart) else len(content)) == record.size
+
+
+def _answer(answer: Whole | Part, headers: dict[str, str], body: Content, size: int, origin: str) -> Response:
+    if isinstance(answer, Whole):
+        return Response(200, headers, body, origin=origin)
+    headers["Content-Range"] = f"bytes {answer.start}-{answer.stop - 1}/{size}"
+    if isinstance(body, FilePart):
+        return Response(206, headers, body.part(answer.start, answer.stop), origin=origin)
+    return Response(206, headers, body[answer.start : answer.stop], origin=origin)
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    pieces: tuple[bytes, ...] = ()
+    for piece in pieces:
+        yield piece
+
+
+# Coding what has no ETag, for any app
 
 
 def code_answer(headers: Mapping[str, str], response: Response) -> None:
-    """Code an answer that was made for this request alone, where that is worth it. NotAcceptable for none at all.
+    """Code an answer that has no ETag, if it is short and that is worth it. NotAcceptable for none at all.
 
     What has an ETag is its app's to code, for each coding has one of its own.
     """
-    body = response.body
-    if response.status != 200 or not isinstance(body, bytes) or "Content-Encoding" in response.headers:
+    coding = _choose_for(headers, response)
+    if coding != "identity" and response.size <= AT_ONCE_BYTES:
+        _replace(response, coding)
+
+
+async def code_long_answer(headers: Mapping[str, str], response: Response) -> None:
+    """The same for one of any length."""
+    coding = _choose_for(headers, response)
+    if coding == "identity":
         return
-    if "ETag" in response.headers or not is_worth_coding(response.headers.get("Content-Type", ""), len(body)):
-        return
+    if response.size <= AT_ONCE_BYTES:
+        _replace(response, coding)
+    else:
+        await asyncio.to_thread(_replace, response, coding)
+
+
+def _choose_for(headers: Mapping[str, str], response: Response) -> Coding:
+    fields = response.headers
+    if response.status != 200 or "ETag" in fields or "Content-Encoding" in fields:
+        return "identity"
+    if not is_worth_coding(fields.get("Content-Type", ""), response.size):
+        return "identity"
     coding = choose_coding(headers.get("accept-encoding"), OFFERED)
-    add_vary(response.headers, "Accept-Encoding")
-    if coding != "identity" and len(body) <= AT_ONCE_BYTES:
-        response.body = code_now(body, coding, QUICK[coding])
-        response.headers["Content-Encoding"] = coding
+    add_vary(fields, "Accept-Encoding")
+    return coding
+
+
+def _replace(response: Response, coding: Coding) -> None:
+    assert isinstance(response.body, bytes)
+    response.body = code_now(response.body, coding, QUICK[coding])
+    response.headers["Content-Encoding"] = coding
 
 
 def add_vary(headers: dict[str, str], *fields: str) -> None:
@@ -338,6 +504,6 @@ def _read_all(part: FilePart) -> bytes:
     return os.pread(part.file.fileno(), part.size, part.start)
 
 
-def _close(content: Content) -> None:
+def _close(content: Content | None) -> None:
     if isinstance(content, FilePart):
         content.close()

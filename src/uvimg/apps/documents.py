@@ -6,23 +6,18 @@ unless the settings say otherwise: else it could act on this server in the name 
 """
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass
 
 import msgspec
 
-from uvimg.apps.codings import PLAIN, Codings, Wanted, add_vary, choose_wanted, kept_level
+from uvimg.apps.codings import Codings, blob_etag
 from uvimg.core.access import AccessRules, Network, find_client, is_cross_site, is_rebound
 from uvimg.core.address import Digest
-from uvimg.core.coding import is_worth_coding, read_forced
-from uvimg.core.dictionary import (
-    MAX_BYTES,
-    MOST_VERSIONS,
-    dictionary_name,
-    parse_available,
-    parse_use,
-)
+from uvimg.core.coding import Forced, read_forced
+from uvimg.core.dictionary import MOST_VERSIONS, dictionary_name, parse_use
 from uvimg.core.document import (
     MOST_LISTED,
     AddSlash,
@@ -48,24 +43,12 @@ from uvimg.core.errors import (
     Forbidden,
     NotFound,
     PreconditionFailed,
-    RangeNotSatisfiable,
     TooLarge,
     UnsupportedType,
     UvimgError,
 )
-from uvimg.core.message import Content, FilePart, Pieces, Request, Response
-from uvimg.core.negotiate import (
-    Failed,
-    NotModified,
-    Part,
-    Unsatisfiable,
-    Whole,
-    choose_answer,
-    find_held,
-    http_date,
-    may_change,
-    name_etag,
-)
+from uvimg.core.message import Request, Response
+from uvimg.core.negotiate import allows_change
 from uvimg.store import Record, Store
 
 
@@ -198,100 +181,28 @@ class Documents:
         record = near.record(document_name(query.path if isinstance(query, Show) else query.index))
         if record is None:
             return None
-        dictionary = _named_dictionary(request)
-        if dictionary is not None and not _serves(near.record(dictionary_name(dictionary)), record):
-            dictionary = None
-        wanted = self._choose_wanted(request, query.fields, record, dictionary)
-        copy = record if wanted.coding == "identity" else self._codings.find_now(near, record, wanted)
-        if copy is None:
-            return None
-        answer, headers = self._choose_answer(request, record, wanted, copy)
-        if isinstance(answer, Response):
-            return answer
-        content = near.get(copy.digest)
-        if content is None or not _is_whole(copy, content):
-            _close(content)
-            return None
-        return _answer(answer, headers, content, copy.size, "original" if copy is record else "copy")
+        return self._codings.show_now(near, request, record, self._describe(record), self._read_forced(query))
 
     async def _show(self, request: Request, query: Show | Enter) -> Response:
-        record = await self._store.record(document_name(query.path if isinstance(query, Show) else query.index))
+        name = document_name(query.path if isinstance(query, Show) else query.index)
+        record = await self._store.record(name)
         if record is None:
             return await self._show_directory(request, query)
-        dictionary = _named_dictionary(request)
-        if dictionary is not None:
-            named = await self._store.record(dictionary_name(dictionary))
-            dictionary = dictionary if _serves(named, record) else None
-        wanted = self._choose_wanted(request, query.fields, record, dictionary)
-        copy = record if wanted.coding == "identity" else await self._codings.find(record, wanted)
-        if copy is not None:
-            answer, headers = self._choose_answer(request, record, wanted, copy)
-            if isinstance(answer, Response):
-                return answer
-            content = await self._store.get(copy.digest)
-            if content is not None and _is_whole(copy, content):
-                return _answer(answer, headers, content, copy.size, "original" if copy is record else "copy")
-            _close(content)
-        answer, headers = self._choose_answer(request, record, wanted, None)
-        if isinstance(answer, Response):
-            return answer
-        if request.method == "HEAD" and wanted.coding != "identity":
-            # How long it would be takes making it.
-            return Response(200, headers, Pieces(_nothing()), origin="made")
-        content = await self._store.get(record.digest)
-        if content is None or not _is_whole(record, content):
-            _close(content)
-            if await self._store.record(document_name(query.path)) is None:
-                raise NotFound("There is no such document.")
-            raise UvimgError("The document's bytes are missing from the store.")
-        body = await self._codings.make(record, content, wanted)
-        return Response(200, headers, body, origin="made")
+        shown = await self._codings.show(request, record, self._describe(record), self._read_forced(query))
+        if shown is not None:
+            return shown
+        if await self._store.record(name) is None:
+            raise NotFound("There is no such document.")
+        raise UvimgError("The document's bytes are missing from the store.")
 
-    def _choose_wanted(
-        self, request: Request, fields: dict[str, str], record: Record, dictionary: Digest | None
-    ) -> Wanted:
-        forced = read_forced(fields, self._settings.zstd_level) if self._settings.forcing and fields else None
-        if forced is not None:
-            # What is compressed already is not compressed again, whoever asks.
-            return Wanted(forced.coding, forced.level) if is_worth_coding(record.type, record.size) else PLAIN
-        return choose_wanted(request.headers.get("accept-encoding"), record, dictionary)
+    def _read_forced(self, query: Show | Enter) -> Forced | None:
+        if not query.fields or not self._settings.forcing:
+            return None
+        return read_forced(query.fields, self._settings.zstd_level)
 
-    def _choose_answer(
-        self, request: Request, record: Record, wanted: Wanted, copy: Record | None
-    ) -> tuple[Response | Whole | Part, dict[str, str]]:
-        """A whole 304 or 412, or how much to send, and the head's fields; `copy` is what there is to send already."""
-        etag, plain = _etag(record), wanted.coding == "identity"
-        if not plain:
-            held = find_held(request.headers, etag, wanted.kind) if wanted.level is None else None
-            level = self._codings.level_of(wanted) if copy is None else kept_level(copy)
-            etag = held or name_etag(etag, f"{wanted.kind}-{level}")
-        headers = self._describe(request, record, etag)
-        answer = choose_answer(
-            request.headers, etag, record.created_s, record.size, ranges=plain and request.method == "GET"
-        )
-        match answer:
-            case NotModified():
-                return Response(304, headers, origin="not_modified"), headers
-            case Failed():
-                return Response(412, {"ETag": etag, "Cache-Control": "no-store"}), headers
-            case Unsatisfiable():
-                raise RangeNotSatisfiable(record.size)
-        headers["Content-Type"] = record.type
-        if plain:
-            headers["Accept-Ranges"] = "bytes"
-        else:
-            headers["Content-Encoding"] = wanted.coding
-        return answer, headers
-
-    def _describe(self, request: Request, record: Record, etag: str) -> dict[str, str]:
-        """The fields that a 304 has too."""
+    def _describe(self, record: Record) -> dict[str, str]:
+        """The fields of a document's head that are its own."""
         headers = dict(self._settings.headers)
-        headers["ETag"] = etag
-        headers["Last-Modified"] = http_date(record.created_s)
-        if is_worth_coding(record.type, record.size):
-            add_vary(headers, "Accept-Encoding")
-            if "dcz" in request.headers.get("accept-encoding", ""):
-                add_vary(headers, "Available-Dictionary")
         if record.facts:
             facts = _decode_facts(record.facts)
             if facts.caching:
@@ -371,7 +282,7 @@ class Documents:
             await forget_dictionaries(self._store, set(_versions(old)) - set(_versions(new)))
             await self._codings.forget(old.digest)
         location = link(request.prefix, request.path[1:])
-        answer = {"ETag": _etag(new), "Location": location, "Cache-Control": "no-store"}
+        answer = {"ETag": blob_etag(new), "Location": location, "Cache-Control": "no-store"}
         if old is not None:
             return Response(204, answer)
         answer["Content-Type"] = "application/json"
@@ -413,18 +324,6 @@ async def forget_dictionaries(store: Store, digests: set[Digest]) -> None:
         await store.unbind([dictionary_name(digest) for digest in sorted(digests)])
 
 
-def _named_dictionary(request: Request) -> Digest | None:
-    """The dictionary that the client has, where it takes dcz."""
-    if "dcz" not in request.headers.get("accept-encoding", ""):
-        return None
-    return parse_available(request.headers.get("available-dictionary"))
-
-
-def _serves(dictionary: Record | None, record: Record) -> bool:
-    """Whether there is such a dictionary, fit for this document."""
-    return dictionary is not None and dictionary.digest != record.digest and dictionary.size <= MAX_BYTES
-
-
 # Reading and telling
 
 
@@ -446,38 +345,17 @@ async def _bounded(body: AsyncIterable[bytes], max_bytes: int) -> AsyncIterator[
 
 
 def _check_may_change(request: Request, old: Record | None) -> None:
-    etag, modified_s = (None, 0) if old is None else (_etag(old), old.created_s)
-    if not may_change(request.headers, etag, modified_s):
+    headers = {
+        name: _CODED_TAG.sub(r"\1", field)
+        for name in ("if-match", "if-none-match")
+        if (field := request.headers.get(name)) is not None
+    }
+    if not allows_change(headers, None if old is None else blob_etag(old)):
         raise PreconditionFailed()
 
 
-def _etag(record: Record) -> str:
-    """Strong, from the hash of the bytes as they were stored."""
-    return f'"{record.digest.hex()[:32]}"'
-
-
-def _is_whole(record: Record, content: Content) -> bool:
-    return (content.size if isinstance(content, FilePart) else len(content)) == record.size
-
-
-def _close(content: Content | None) -> None:
-    if isinstance(content, FilePart):
-        content.close()
-
-
-async def _nothing() -> AsyncIterator[bytes]:
-    pieces: tuple[bytes, ...] = ()
-    for piece in pieces:
-        yield piece
-
-
-def _answer(answer: Whole | Part, headers: dict[str, str], body: Content, size: int, origin: str) -> Response:
-    if isinstance(answer, Whole):
-        return Response(200, headers, body, origin=origin)
-    headers["Content-Range"] = f"bytes {answer.start}-{answer.stop - 1}/{size}"
-    if isinstance(body, FilePart):
-        return Response(206, headers, body.part(answer.start, answer.stop), origin=origin)
-    return Response(206, headers, body[answer.start : answer.stop], origin=origin)
+# Whoever changes a document may have seen a coded copy of it.
+_CODED_TAG = re.compile(r'("[0-9a-f]{32})-[a-z0-9-]+(?=")')
 
 
 def _redirect(request: Request, path: str) -> Response:

@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from uvimg.apps.codings import Codings
 from uvimg.cache import Cache
 from uvimg.core.access import AccessRules, Network, find_client, is_cross_site, is_rebound
 from uvimg.core.address import Digest, image_name, original_of, rendition_name, renditions_prefix
@@ -48,6 +49,7 @@ from uvimg.store import Incoming, Record, Store
 
 log = logging.getLogger("uvimg.images")
 
+_SVG = "image/svg+xml"
 # A browser must not run anything that an uploaded svg holds (nor a type that it guesses).
 _LOCKED_DOWN = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
 _PAGE_POLICY = (
@@ -143,9 +145,14 @@ class Images:
     name = "images"
 
     def __init__(
-        self, settings: ImagesSettings, store: Store, pool: Pool, cache: Cache[tuple[Digest, str], Rendition]
+        self,
+        settings: ImagesSettings,
+        store: Store,
+        pool: Pool,
+        cache: Cache[tuple[Digest, str], Rendition],
+        codings: Codings,
     ) -> None:
-        self._settings = settings
+        self._settings, self._codings = settings, codings
         self._store, self._pool, self._cache = store, pool, cache
         self._keeping: set[asyncio.Task[None]] = set()
         self._keeping_bytes = 0
@@ -225,6 +232,8 @@ class Images:
             raise NotFound()
         params = self._effective(query.params)
         if params.original:
+            if original.type == _SVG:
+                return self._codings.show_now(near, request, original, self._svg_headers())
             answer = self._choose_answer(request, original)
             if isinstance(answer, Response):
                 return answer
@@ -247,6 +256,11 @@ class Images:
         if original is None:
             raise NotFound()
         params = self._effective(query.params)
+        if params.original and original.type == _SVG:
+            # The one image that is text.
+            shown = await self._codings.show(request, original, self._svg_headers())
+            if shown is not None:
+                return shown
         record, body, origin = original, None, "original"
         if not params.original:
             plan, key = self._plan(params, original.digest, original.facts, original.size)
@@ -310,12 +324,15 @@ class Images:
         headers["Last-Modified"] = http_date(record.created_s)
         return headers
 
+    def _svg_headers(self) -> dict[str, str]:
+        return {**dict(self._settings.image_headers), "Content-Security-Policy": _LOCKED_DOWN}
+
     def _answer_image(self, answer: Whole | Part, record: Record, body: Content, origin: str) -> Response:
         """200 or 206 with a representation. `origin` says for the metrics how it was come by."""
         headers = self._image_headers(record)
         headers["Content-Type"] = record.type
         headers["Accept-Ranges"] = "bytes"
-        if record.type == "image/svg+xml":
+        if record.type == _SVG:
             headers["Content-Security-Policy"] = _LOCKED_DOWN
         if isinstance(answer, Whole):
             return Response(200, headers, body, origin=origin)

@@ -27,6 +27,17 @@ class UvimgError(Exception):
         return HTTPStatus(self.status).phrase
 
 
+class LogicalError(UvimgError):
+    """What Kyoto Tycoon answers where a record is there and should not be, or the other way round."""
+
+    status = 450
+    sentence = "The record does not allow this."
+
+    @property
+    def title(self) -> str:
+        return "Logical Inconsistency"
+
+
 class BadRequest(UvimgError):
     status = 400
     sentence = "The request is malformed."
@@ -98,7 +109,7 @@ class DigestConflict(UvimgError):
 
 class PreconditionFailed(UvimgError):
     status = 412
-    sentence = "A precondition does not hold."
+    sentence = "What the request takes for granted does not hold."
 
 
 class TooLarge(UvimgError):
@@ -120,7 +131,7 @@ class UnsupportedType(UvimgError):
 
 class RangeNotSatisfiable(UvimgError):
     status = 416
-    sentence = "The image has no such range of bytes."
+    sentence = "There is no such range of bytes."
 
     def __init__(self, size: int) -> None:
         super().__init__(headers={"Content-Range": f"bytes */{size}"})

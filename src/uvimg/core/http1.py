@@ -8,7 +8,7 @@ mappings in their heads; nobody changes them.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from functools import lru_cache
 from http import HTTPStatus
 
@@ -23,7 +23,7 @@ from uvimg.core.errors import (
     UvimgError,
     VersionNotSupported,
 )
-from uvimg.core.message import Response, split_target
+from uvimg.core.message import Pieces, Response, split_target
 
 MAX_HEAD_BYTES = 65_536
 MAX_TARGET_BYTES = 16_384
@@ -300,12 +300,18 @@ class Chunks:
 
 
 def encode_head(response: Response, date: str, *, keep_alive: bool, is_1_0: bool = False) -> bytes:
-    """The status line and the header fields of an answer, up to the blank line."""
+    """The status line and the header fields of an answer, up to the blank line.
+
+    A body in pieces ends with the connection where the client knows no chunks: it is not kept alive then.
+    """
     status = response.status
     lines = [_STATUS_LINES[status], f"Date: {date}\r\nServer: uvimg\r\n"]
     lines += [f"{name}: {value}\r\n" for name, value in response.headers.items()]
     # 304 and 204 have no body by their nature (RFC 9110 8.6).
-    if status not in (204, 304):
+    if isinstance(response.body, Pieces):
+        if not is_1_0:
+            lines.append("Transfer-Encoding: chunked\r\n")
+    elif status not in (204, 304):
         lines.append(f"Content-Length: {response.size}\r\n")
     if not keep_alive:
         lines.append("Connection: close\r\n")
@@ -315,7 +321,21 @@ def encode_head(response: Response, date: str, *, keep_alive: bool, is_1_0: bool
     return "".join(lines).encode("latin-1", "replace")
 
 
-_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
+# 450 is Kyoto Tycoon's own.
+PHRASES = {status.value: status.phrase for status in HTTPStatus} | {450: "Logical Inconsistency"}
+_STATUS_LINES = {status: f"HTTP/1.1 {status} {phrase}\r\n" for status, phrase in PHRASES.items()}
+
+
+async def encode_pieces(pieces: Pieces, *, is_1_0: bool) -> AsyncIterator[bytes]:
+    """A body in pieces as it goes over the wire (RFC 9112 7.1)."""
+    async for piece in pieces.pieces:
+        if is_1_0:
+            yield piece
+        elif piece:
+            # An empty one would be the end.
+            yield b"%x\r\n%b\r\n" % (len(piece), piece)
+    if not is_1_0:
+        yield b"0\r\n\r\n"
 
 
 def refuse_head(error: UvimgError) -> Response:

@@ -117,13 +117,19 @@ def split_target(target: str) -> tuple[str, str]:
 
     Both can be encoded again: what a front-end could not decode (lone surrogates) is no longer in them.
     """
+    path, query = split_raw(target)
+    return unquote(path, errors="replace"), query
+
+
+def split_raw(target: str) -> tuple[str, str]:
+    """A request target as (path, query), both still encoded."""
     if not target.isascii():
         target = target.encode(errors="replace").decode()
     if absolute := _ABSOLUTE.match(target):
         rest = target[absolute.end() :]
         target = rest if rest.startswith("/") else "/" + rest
     path, _, query = target.partition("#")[0].partition("?")
-    return unquote(path, errors="replace"), query
+    return path, query
 
 
 def fold_headers(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:

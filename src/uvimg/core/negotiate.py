@@ -124,21 +124,31 @@ def find_held(headers: Mapping[str, str], etag: str, coding: str) -> str | None:
     return next((f'"{tag}"' for _, tag in _tags(field) if tag.startswith(start) and tag[len(start) :].isalnum()), None)
 
 
-def choose_answer(headers: Mapping[str, str], etag: str, modified_s: int, size: int, *, ranges: bool = True) -> Answer:
+def choose_answer(
+    headers: Mapping[str, str], etag: str, modified_s: int | None, size: int, *, ranges: bool = True
+) -> Answer:
     """What a GET or HEAD with these headers gets of a representation of `size` bytes.
 
-    `etag` is strong and quoted, `modified_s` in POSIX seconds. `ranges` is False for HEAD: Range is
-    defined for GET alone (RFC 9110 14.2).
+    `etag` is strong and quoted, `modified_s` in POSIX seconds, None where nobody knows: dates are not looked at then.
+    `ranges` is False for HEAD: Range is defined for GET alone (RFC 9110 14.2).
     """
     if (match := headers.get("if-match")) is not None:
         if not _lists(match, etag, weak=False):
             return _FAILED
-    elif (since := _date(headers.get("if-unmodified-since"))) is not None and modified_s > since:
+    elif (
+        modified_s is not None
+        and (since := _date(headers.get("if-unmodified-since"))) is not None
+        and modified_s > since
+    ):
         return _FAILED
     if (none_match := headers.get("if-none-match")) is not None:
         if _lists(none_match, etag, weak=True):
             return _NOT_MODIFIED
-    elif (since := _date(headers.get("if-modified-since"))) is not None and modified_s <= since:
+    elif (
+        modified_s is not None
+        and (since := _date(headers.get("if-modified-since"))) is not None
+        and modified_s <= since
+    ):
         return _NOT_MODIFIED
     if (
         ranges
@@ -149,15 +159,12 @@ def choose_answer(headers: Mapping[str, str], etag: str, modified_s: int, size: 
     return _WHOLE
 
 
-def may_change(headers: Mapping[str, str], etag: str | None, modified_s: int = 0) -> bool:
-    """Whether a PUT or DELETE may change what has this ETag, None where there is nothing yet."""
-    match, none_match = headers.get("if-match"), headers.get("if-none-match")
-    if match is not None:
-        return etag is not None and _lists(match, etag, weak=False)
-    if none_match is not None:
-        return etag is None or not _lists(none_match, etag, weak=True)
-    since = _date(headers.get("if-unmodified-since"))
-    return etag is None or since is None or modified_s <= since
+def allows_change(headers: Mapping[str, str], etag: str | None) -> bool:
+    """Whether a write or a removal may go on, where the representation has this ETag, None for there being none."""
+    if (match := headers.get("if-match")) is not None and (etag is None or not _lists(match, etag, weak=False)):
+        return False
+    none_match = headers.get("if-none-match")
+    return none_match is None or etag is None or not _lists(none_match, etag, weak=True)
 
 
 def _lists(field: str, etag: str, *, weak: bool) -> bool:
@@ -177,11 +184,11 @@ def _tags(field: str) -> Iterator[tuple[bool, str]]:
         yield found[1] is not None, found[3] if found[2] is None else found[2]
 
 
-def _may_resume(if_range: str | None, etag: str, modified_s: int) -> bool:
+def _may_resume(if_range: str | None, etag: str, modified_s: int | None) -> bool:
     """Whether If-Range allows a part: strong comparison of the ETag or an exact date (RFC 9110 13.1.5)."""
     if if_range is None:
         return True
-    return if_range.strip() == etag or _date(if_range) == modified_s
+    return if_range.strip() == etag or (modified_s is not None and _date(if_range) == modified_s)
 
 
 _RANGE = re.compile(r"\s*bytes\s*=\s*(?:(\d{1,18})-(\d{1,18})?|-(\d{1,18}))\s*", re.IGNORECASE | re.ASCII)

@@ -96,7 +96,7 @@ class Page:
 Query = Show | Describe | Remove | Upload | Options | Page
 
 # Those of RFC 9110 9.3 and PATCH (RFC 5789): what these may do somewhere is 405, others are nobody's.
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
 
 
 def face_of(path: str) -> Face:
@@ -109,7 +109,7 @@ def route(method: str, path: str, query: str) -> Query:
 
     Raises NotFound, MethodNotAllowed, NotImplementedHere, BadRequest.
     """
-    if method not in _METHODS:
+    if method not in METHODS:
         raise NotImplementedHere("This method is not known here.")
     if method == "OPTIONS" and path == "*":
         # Of the server as a whole (RFC 9110 9.3.7).

@@ -23,8 +23,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from uvimg.assembly import assemble
 from uvimg.config import Settings
 from uvimg.core.errors import BadRequest, RequestTimeout, UvimgError
-from uvimg.core.http1 import BODY_BYTES_PER_S, BODY_START_S, HANDSHAKE_S, Head, encode_head, parse_head
-from uvimg.core.message import NO_BODY, FilePart, Request, Response
+from uvimg.core.http1 import BODY_BYTES_PER_S, BODY_START_S, HANDSHAKE_S, PHRASES, Head, encode_head, parse_head
+from uvimg.core.message import NO_BODY, FilePart, Pieces, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.service import Service
 from uvimg.web import WebSettings, name_peer, read_part
@@ -193,7 +193,7 @@ class AiohttpFrontEnd:
             last = self._drain.is_over or (self._drain.begun and not gate.has_more)
             if last or (body and not incoming.content.at_eof()):
                 answer.force_close()
-            if isinstance(answer, _FileAnswer):
+            if isinstance(answer, _FileAnswer | _PiecesAnswer):
                 # aiohttp would do so behind us; here it is known when all of it has been written.
                 await answer.prepare(incoming)
                 await answer.write_eof()
@@ -204,7 +204,7 @@ class AiohttpFrontEnd:
 
     def _remember(self, watch: Watch | None, request: Request, response: Response) -> None:
         body = b"" if request.method == "HEAD" else response.body
-        if watch is None or isinstance(body, FilePart):
+        if watch is None or not isinstance(body, bytes):
             return
         keep_alive = watch.head.keep_alive
         start = encode_head(response, http_date(int(time.time())), keep_alive=keep_alive)
@@ -268,12 +268,43 @@ async def _read_body(incoming: web.BaseRequest, head: Head, gate: Gate | None) -
 
 def _encode(response: Response) -> web.StreamResponse:
     body = response.body
+    if isinstance(body, Pieces):
+        return _PiecesAnswer(response, body)
     if not isinstance(body, FilePart):
         if not body and response.status not in (204, 304):
             # aiohttp leaves it out of its answers to HEAD.
             response.headers["Content-Length"] = "0"
-        return web.Response(status=response.status, headers=response.headers, body=body)
+        reason = PHRASES[response.status]
+        return web.Response(status=response.status, reason=reason, headers=response.headers, body=body)
     return _FileAnswer(response, body)
+
+
+class _PiecesAnswer(web.StreamResponse):
+    """An answer whose body is made when aiohttp writes it: behind the host's middlewares."""
+
+    def __init__(self, response: Response, body: Pieces) -> None:
+        super().__init__(status=response.status, headers=response.headers)
+        self._response = response
+        self._pieces: Pieces | None = body
+
+    async def prepare(self, request: web.BaseRequest) -> Any:
+        if request.version >= (1, 1):
+            self.enable_chunked_encoding()
+        else:
+            self.force_close()
+        if request.method == "HEAD":
+            self._pieces = None
+        return await super().prepare(request)
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        pieces, self._pieces = self._pieces, None
+        try:
+            if pieces is not None:
+                async for piece in pieces.pieces:
+                    await self.write(piece)
+        finally:
+            self._response.release()
+        await super().write_eof(data)
 
 
 class _FileAnswer(web.StreamResponse):

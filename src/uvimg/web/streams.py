@@ -26,9 +26,10 @@ from uvimg.core.http1 import (
     Head,
     check_start,
     encode_head,
+    encode_pieces,
     parse_head,
 )
-from uvimg.core.message import FilePart, Request, Response
+from uvimg.core.message import FilePart, Pieces, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.service import Service
 from uvimg.web import LOCAL_PEER, WebSettings, read_part
@@ -301,15 +302,24 @@ class _Conversation:
 
     async def _send(self, stream: Stream, response: Response, head: Head | None) -> bytes | None:
         """The answer as it was written, where it was written whole."""
+        is_1_0 = head is not None and head.is_1_0
+        # Without chunks a body in pieces ends with its connection.
+        self._last = self._last or (is_1_0 and isinstance(response.body, Pieces))
         start = encode_head(
             response,
             http_date(int(time.time())),
             keep_alive=not self._last,
-            is_1_0=head is not None and head.is_1_0,
+            is_1_0=is_1_0,
         )
         body = response.body
         if head is not None and head.method == "HEAD":
             body = b""
+        if isinstance(body, Pieces):
+            async for piece in encode_pieces(body, is_1_0=is_1_0):
+                await self._write(stream, start + piece)
+                start = b""
+            await self._write(stream, start)
+            return None
         if not isinstance(body, FilePart):
             await self._write(stream, start + body)
             return start + body

@@ -31,9 +31,10 @@ from uvimg.core.http1 import (
     Head,
     check_start,
     encode_head,
+    encode_pieces,
     parse_head,
 )
-from uvimg.core.message import NO_BODY, FilePart, Request, Response
+from uvimg.core.message import NO_BODY, FilePart, Pieces, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.service import Service
 from uvimg.web import WebSettings, name_peer, read_part
@@ -399,6 +400,7 @@ class _Connection(asyncio.Protocol):
     def _encode(self, response: Response, head: Head) -> bytes:
         """An answer whose body is at hand, whole."""
         body = response.body
+        assert head.method == "HEAD" or not isinstance(body, Pieces)
         if isinstance(body, FilePart):
             try:
                 body = b"" if head.method == "HEAD" else read_part(body, 0, body.size)
@@ -408,7 +410,7 @@ class _Connection(asyncio.Protocol):
             finally:
                 response.release()
         start = self._encode_head(response, head)
-        return start if head.method == "HEAD" else start + body
+        return start if isinstance(body, Pieces) or head.method == "HEAD" else start + body
 
     def _encode_head(self, response: Response, head: Head) -> bytes:
         return encode_head(response, http_date(int(time.time())), keep_alive=not self._last, is_1_0=head.is_1_0)
@@ -439,6 +441,16 @@ class _Connection(asyncio.Protocol):
     async def _send(self, response: Response, head: Head) -> None:
         await self._until_writable()
         part = response.body
+        if isinstance(part, Pieces) and head.method != "HEAD":
+            self._last = self._last or head.is_1_0
+            start = self._encode_head(response, head)
+            async for piece in encode_pieces(part, is_1_0=head.is_1_0):
+                self._write([start, piece])
+                start = b""
+                await self._until_writable()
+            # In HTTP/1.0 there may have been nothing.
+            self._write([start])
+            return
         if not isinstance(part, FilePart) or head.method == "HEAD" or _is_at_hand(response):
             self._write([self._encode(response, head)])
             return
@@ -491,7 +503,8 @@ class _Connection(asyncio.Protocol):
 
 
 def _is_at_hand(response: Response) -> bool:
-    return not isinstance(response.body, FilePart) or response.body.size <= _READ_AT_ONCE_BYTES
+    body = response.body
+    return isinstance(body, bytes) or (isinstance(body, FilePart) and body.size <= _READ_AT_ONCE_BYTES)
 
 
 class _Body:

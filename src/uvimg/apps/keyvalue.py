@@ -1,0 +1,422 @@
+"""The key-value app: OlegDB's and Kyoto Tycoon's requests on the same values.
+
+What a request means is decided in core/keyvalue.py, what becomes of the values in values.py, Kyoto Tycoon's procedures
+in procedures.py; here stand the answers over plain HTTP.
+Surprise: an answer to GET is kept by the front-ends as long as the store is unchanged, but not that of a value which
+expires: time passes without a change.
+"""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from uvimg.apps.procedures import Procedures
+from uvimg.apps.values import Values, close, read_pieces, whole
+from uvimg.core.access import AccessRules, Network, find_client, is_cross_site
+from uvimg.core.errors import (
+    BadRequest,
+    Forbidden,
+    LogicalError,
+    NotFound,
+    Overloaded,
+    PreconditionFailed,
+    RangeNotSatisfiable,
+    TooLarge,
+    UvimgError,
+)
+from uvimg.core.keyvalue import (
+    MISSING,
+    NO_KEY,
+    NO_MATCHES,
+    NO_RECORDS,
+    Call,
+    Describe,
+    Dialect,
+    Listing,
+    Mode,
+    Neighbour,
+    Options,
+    Query,
+    Read,
+    Remove,
+    Squish,
+    Unjar,
+    Uptime,
+    Write,
+    is_inert,
+    name_record,
+    read_expiry,
+    read_keys,
+    read_mode,
+    read_type,
+    route,
+    show_key,
+)
+from uvimg.core.kyoto import tell_error
+from uvimg.core.message import Content, FilePart, Pieces, Request, Response
+from uvimg.core.negotiate import (
+    Failed,
+    NotModified,
+    Part,
+    Unsatisfiable,
+    Whole,
+    allows_change,
+    choose_answer,
+    http_date,
+)
+from uvimg.store import Record, Store
+
+# A browser must not run what a value may hold.
+_LOCKED_DOWN = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
+_TEXT = "text/plain; charset=utf-8"
+_STORED = "無駄".encode()
+# Answers up to here are put together before they are sent, larger ones while they are.
+_GATHER_BYTES = 1 << 20
+_GATHER_KEYS = 1000
+# Bodies that are taken apart in memory: of one request, and of all at once.
+_MAX_BODY_BYTES = 8 << 20
+_MAX_BODIES_BYTES = 64 << 20
+
+_known_route = lru_cache(4096)(route)
+_LONGEST_KNOWN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValueSettings:
+    """The configuration as this app sees it. `depth` is how many segments of a path come before ours."""
+
+    dialect: Dialect
+    max_bytes: int
+    read_rule: AccessRules
+    write_rule: AccessRules
+    trusted_proxies: tuple[Network, ...]
+    depth: int = 0
+
+
+class KeyValue:
+    """See `App` in service.py for its doors. `clock` tells POSIX time, by which values expire."""
+
+    name = "kv"
+
+    def __init__(self, settings: KeyValueSettings, store: Store, clock: Callable[[], float] = time.time) -> None:
+        self._settings, self._store, self._clock = settings, store, clock
+        self.values = Values(store, settings.max_bytes, clock)
+        self._procedures = Procedures(self.values, settings.dialect)
+        self._started = time.monotonic()
+        self._held = 0
+
+    # The two doors
+
+    def try_now(self, request: Request) -> Response | None:
+        query = self._route(request)
+        if isinstance(query, Read):
+            near = self._store.near
+            if near is None:
+                return None
+            self._admit(request, query)
+            record = near.record(query.record)
+            lasts = self._settings.read_rule.allows_everybody
+            if record is None or not record.is_live(self._clock()):
+                response = _answer_text(404, MISSING)
+            else:
+                lasts = lasts and not record.expires_s
+                body = record.inline if record.inline is not None else whole(record, near.get(record.digest))
+                if body is None:
+                    return None
+                response = _answer_value(request, record, body)
+            if lasts:
+                response.lasts = "while the store is unchanged"
+        elif isinstance(query, Options):
+            response = Response(204, {"Allow": query.allow}, lasts="always")
+        else:
+            return None
+        response.route = query.name
+        return response
+
+    async def handle(self, request: Request) -> Response:
+        query = self._route(request)
+        self._admit(request, query)
+        response = await self._answer(request, query)
+        response.route = query.name
+        return response
+
+    async def _answer(self, request: Request, query: Query) -> Response:
+        match query:
+            case Read(name):
+                return await self._read(request, name)
+            case Write(name):
+                return await self._write(request, name)
+            case Remove(name):
+                return await self._remove(request, name)
+            case Neighbour():
+                return await self._find_neighbour(request, query)
+            case Listing():
+                return await self._list(query)
+            case Describe():
+                return await self._describe(query)
+            case Unjar(database):
+                return await self._unjar(request, database)
+            case Squish():
+                await self.values.sweep()
+                return _answer_text(200, "Squished: what has expired is gone.")
+            case Uptime():
+                return _answer_text(200, str(int(time.monotonic() - self._started)))
+            case Options(allow):
+                return Response(204, {"Allow": allow})
+            case Call(procedure):
+                with self._holding() as hold:
+                    body = await hold(request)
+                    return await self._procedures.call(procedure, body, request.headers.get("content-type", ""))
+
+    def refuse(self, request: Request, error: UvimgError) -> Response:
+        """An error as this path's dialect tells it. The body of the request may not have been read."""
+        query: Query | None = None
+        with contextlib.suppress(UvimgError):
+            query = self._route(request)
+        if isinstance(query, Call):
+            response = Response(error.status, *tell_error(error.detail))
+        else:
+            response = _answer_text(error.status, error.detail)
+        response.route = query.name if query else "none"
+        response.headers.update(error.headers)
+        return response
+
+    def _route(self, request: Request) -> Query:
+        target, prefix = request.target, request.prefix
+        decide = _known_route if len(target) <= _LONGEST_KNOWN else route
+        depth = self._settings.depth + prefix.count("/") if prefix else self._settings.depth
+        return decide(request.method, target, depth, self._settings.dialect)
+
+    def _admit(self, request: Request, query: Query) -> None:
+        """Forbidden for who may not; a procedure counts as a write, whichever it is."""
+        settings = self._settings
+        writes = isinstance(query, Write | Remove | Squish | Call)
+        if writes and is_cross_site(request.headers):
+            raise Forbidden("A page of another site may have asked for this.")
+        rules = settings.write_rule if writes else settings.read_rule
+        if rules.allows_everybody:
+            return
+        if not rules.allows(find_client(request.peer, request.headers, settings.trusted_proxies)):
+            raise Forbidden()
+
+    # One value
+
+    async def _read(self, request: Request, name: bytes) -> Response:
+        found = await self.values.read(name)
+        return _answer_text(404, MISSING) if found is None else _answer_value(request, *found)
+
+    async def _write(self, request: Request, name: bytes) -> Response:
+        headers = request.headers
+        if (request.length or 0) > self._settings.max_bytes:
+            raise TooLarge(f"A value has at most {self._settings.max_bytes} bytes.")
+        mode, media_type = read_mode(headers), read_type(headers)
+        read_expiry(headers, self.values.now_s())
+
+        def allow(old: Record | None) -> None:
+            _check(request, mode, old)
+
+        async with self.values.receive(request.body) as received:
+            # Seconds from now are seconds from when it is there.
+            expires_s = read_expiry(headers, self.values.now_s())
+            old, new = await self.values.write(name, received, media_type, expires_s, allow)
+        told = {} if new is None else {"ETag": _etag(new)}
+        if self._settings.dialect == "kyoto":
+            return Response(201, told)
+        return Response(201 if old is None else 200, {"Content-Type": _TEXT, **told}, _STORED)
+
+    async def _remove(self, request: Request, name: bytes) -> Response:
+        removed = await self.values.remove(name, lambda old: _check(request, "set", old))
+        if removed is None:
+            raise NotFound(MISSING)
+        if self._settings.dialect == "kyoto":
+            return Response(204)
+        return _answer_text(200, "Key deleted successfully!")
+
+    async def _describe(self, query: Describe) -> Response:
+        record = await self.values.record(query.record)
+        if record is None:
+            raise NotFound(NO_KEY)
+        response = _answer_text(200, "")
+        response.headers["X-Olegdb-Rcrd-Cnt"] = str(await self.values.count(query.database))
+        if record.expires_s:
+            response.headers["Expires"] = str(record.expires_s)
+        return response
+
+    # Several
+
+    async def _find_neighbour(self, request: Request, query: Neighbour) -> Response:
+        backward = query.side in ("last", "prev")
+        if query.side == "prev" and not query.key:
+            raise NotFound(NO_RECORDS)
+        async for key, record in self.values.live(query.database, after=query.key, backward=backward):
+            content = await self.values.content(record)
+            # One that has been replaced since has a value still: that of now.
+            found = (
+                (record, content) if content is not None else await self.values.read(name_record(query.database, key))
+            )
+            if found is not None:
+                response = _answer_value(request, *found)
+                response.headers["X-Olegdb-Key"] = show_key(key).decode("latin-1")
+                return response
+        raise NotFound(NO_RECORDS)
+
+    async def _list(self, query: Listing) -> Response:
+        """Keys, a line each: at once where they are few, else while they are sent."""
+        walk = self._walk(query)
+        first: list[bytes] = []
+        async for key in walk:
+            first.append(key)
+            if len(first) == _GATHER_KEYS:
+                break
+        if not first:
+            raise NotFound(NO_MATCHES)
+        headers = {"Content-Type": _TEXT}
+        limit = query.limit or (1 << 62)
+        if len(first) < _GATHER_KEYS or limit <= _GATHER_KEYS:
+            headers["X-Olegdb-Num-Matches"] = str(len(first))
+            return Response(200, headers, b"\n".join(map(show_key, first)))
+        if not query.prefix and not query.after:
+            count = await self.values.count(query.database)
+        else:
+            # A field comes before what it counts: they are walked over twice.
+            count = 0
+            async for _ in self._walk(query):
+                count += 1
+        headers["X-Olegdb-Num-Matches"] = str(min(count, limit))
+
+        async def pieces() -> AsyncIterator[bytes]:
+            yield b"\n".join(map(show_key, first))
+            held: list[bytes] = []
+            async for key in walk:
+                held.append(b"\n" + show_key(key))
+                if len(held) == _GATHER_KEYS:
+                    yield b"".join(held)
+                    held.clear()
+            yield b"".join(held)
+
+        return Response(200, headers, Pieces(pieces()))
+
+    async def _walk(self, query: Listing) -> AsyncIterator[bytes]:
+        left = query.limit
+        async for key, _ in self.values.live(query.database, query.prefix, query.after):
+            yield key
+            if left is not None:
+                left -= 1
+                if not left:
+                    return
+
+    async def _unjar(self, request: Request, database: bytes) -> Response:
+        with self._holding() as hold:
+            keys = read_keys(await hold(request))
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for key in keys:
+                found = None
+                # What can be no key is none that is there.
+                with contextlib.suppress(BadRequest):
+                    found = await self.values.read(name_record(database, key))
+                if found is None:
+                    yield b"00000000"
+                    continue
+                yield b"%08d" % found[0].size
+                async for piece in read_pieces(found[1]):
+                    yield piece
+
+        return Response(200, {"Content-Type": "application/octet-stream"}, await _gather(pieces()))
+
+    @contextlib.contextmanager
+    def _holding(self) -> "Iterator[_Hold]":
+        """Room for a body in memory, within what all of them may take."""
+        size = 0
+
+        async def hold(request: Request) -> bytes:
+            nonlocal size
+            held: list[bytes] = []
+            async for piece in request.body:
+                size += len(piece)
+                self._held += len(piece)
+                if size > _MAX_BODY_BYTES:
+                    raise TooLarge(f"A body has at most {_MAX_BODY_BYTES} bytes here; PUT a larger value by itself.")
+                if self._held > _MAX_BODIES_BYTES:
+                    raise Overloaded()
+                held.append(piece)
+            return b"".join(held)
+
+        try:
+            yield hold
+        finally:
+            self._held -= size
+
+
+_Hold = Callable[[Request], Awaitable[bytes]]
+
+
+async def _gather(pieces: AsyncIterator[bytes]) -> bytes | Pieces:
+    """All of a body where it is small, else as it comes, what is at hand first."""
+    held, size = [], 0
+    async for piece in pieces:
+        held.append(piece)
+        size += len(piece)
+        if size > _GATHER_BYTES:
+            break
+    else:
+        return b"".join(held)
+
+    async def rest() -> AsyncIterator[bytes]:
+        yield b"".join(held)
+        held.clear()
+        async for piece in pieces:
+            yield piece
+
+    return Pieces(rest())
+
+
+def _check(request: Request, mode: Mode, old: Record | None) -> None:
+    """Raises where what a write or a removal takes for granted does not hold of the record that is there."""
+    if not allows_change(request.headers, None if old is None else _etag(old)):
+        raise PreconditionFailed(headers={} if old is None else {"ETag": _etag(old)})
+    if mode == "add" and old is not None:
+        raise LogicalError("There is a record already.")
+    if mode == "replace" and old is None:
+        raise LogicalError("There is no record to replace.")
+
+
+def _etag(record: Record) -> str:
+    """Strong, from the hash of the very bytes."""
+    return f'"{record.digest.hex()[:32]}"'
+
+
+def _answer_value(request: Request, record: Record, body: Content) -> Response:
+    """200, 206, 304, 412 or 416 with a value that is there."""
+    headers = {"Content-Type": record.type, "ETag": _etag(record)}
+    if record.expires_s:
+        headers["Expires"] = str(record.expires_s)
+        headers["X-Kt-Xt"] = http_date(record.expires_s)
+    if not _known_inert(record.type):
+        headers["Content-Security-Policy"] = _LOCKED_DOWN
+    # When it was changed is known to the second alone, so dates decide nothing.
+    match choose_answer(request.headers, headers["ETag"], None, record.size, ranges=request.method == "GET"):
+        case Whole():
+            return Response(200, headers, body)
+        case Part(start, stop):
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{record.size}"
+            part = body.part(start, stop) if isinstance(body, FilePart) else body[start:stop]
+            return Response(206, headers, part)
+        case NotModified():
+            close(body)
+            return Response(304, headers, origin="not_modified")
+        case Failed():
+            close(body)
+            return Response(412, {"ETag": headers["ETag"]})
+        case Unsatisfiable():
+            close(body)
+            raise RangeNotSatisfiable(record.size)
+
+
+_known_inert = lru_cache(256)(is_inert)
+
+
+def _answer_text(status: int, text: str) -> Response:
+    return Response(status, {"Content-Type": _TEXT}, text.encode())
