@@ -52,7 +52,7 @@ _STEP_S = 0.1
 _MOST_WAITING = 100
 # Threads above this cost are as nice as can be, others a little: the loop's own always comes first.
 _SLOW_LEVEL = 10
-_NICE, _VERY_NICE, _NICEST = 5, 15, 19
+_NICE, _VERY_NICE, _NICEST = 5, 10, 19
 # Compressors that hold more than this are made again when they are needed.
 _MOST_KEPT_BYTES = 16 << 20
 

@@ -109,7 +109,7 @@ def route(method: str, path: str, query: str, target: str, mount: str) -> Query:
         case "GET" | "HEAD":
             fields = read_fields(query) if query else {}
             if is_directory:
-                return _list(path, fields) if "list" in fields else Enter(path, fields)
+                return _list(path, fields) if _LIST.search(query) else Enter(path, fields)
             return Show(path, fields)
         case "PUT" if not is_directory:
             return Put(path)
@@ -119,6 +119,10 @@ def route(method: str, path: str, query: str, target: str, mount: str) -> Query:
     if method == "OPTIONS":
         return Options(allow)
     raise MethodNotAllowed(allow)
+
+
+# Alone or with any value.
+_LIST = re.compile(r"(?:^|&)list(?:[=&]|\Z)")
 
 
 def check_path(path: str) -> str:
