@@ -17,18 +17,26 @@ from bench import corpus
 
 
 class Server:
-    """`uvimg serve` with these settings. Usable when made; `log` is what it wrote to stderr so far.
+    """`uvimg serve` of these apps with these settings. Usable when made; `log` is what it wrote to stderr so far.
 
     `run` is what it is started by, `pass_fds` what it inherits.
     """
 
-    def __init__(self, folder: Path, *, run: tuple[str, ...] = (), pass_fds: tuple[int, ...] = (), **settings: Any):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        apps: tuple[str, ...] = (),
+        run: tuple[str, ...] = (),
+        pass_fds: tuple[int, ...] = (),
+        **settings: Any,
+    ):
         self.store = folder / "data"
         self._log = folder / "log"
         settings = {"port": 0, "store": f"local:{self.store}", "workers": 2, **settings}
         flags = [flag for name, value in settings.items() for flag in _spell_flags(name.replace("_", "-"), value)]
         self.process = subprocess.Popen(
-            [*run, sys.executable, "-m", "uvimg", "serve", *flags],
+            [*run, sys.executable, "-m", "uvimg", "serve", *apps, *flags],
             stdout=subprocess.PIPE,
             stderr=self._log.open("ab"),
             text=True,

@@ -1,4 +1,4 @@
-"""The `uvimg` command: serve · scrub · gc · config.
+"""The `uvimg` command: serve · kv · scrub · gc · config.
 
 Whatever goes wrong is one readable line on stderr and exit status 2 (asked wrongly), 1 (found damage or
 could not do it), never a traceback.
@@ -9,14 +9,19 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, get_origin
+from typing import TYPE_CHECKING, Any, BinaryIO, get_origin
 
 from uvimg import __version__, config
 from uvimg.config import ConfigError, Settings
 from uvimg.core.errors import UvimgError
+from uvimg.core.keyvalue import check_database, name_record, show_key
 from uvimg.imaging.confine import die_with_parent
 from uvimg.store import Finding, open_store
+
+if TYPE_CHECKING:
+    from uvimg.apps.values import Values
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # No app named is not the same as no app.
     if not arguments.get("apps"):
         arguments.pop("apps", None)
-    own = ("dry_run", "defaults", "markdown", "supervisor_pid")
+    own = ("dry_run", "defaults", "markdown", "supervisor_pid", "action", "database", "databases", "key", "file")
     options = {name: arguments.pop(name) for name in own if name in arguments}
     try:
         settings = config.load(arguments, config_file=path)
@@ -36,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _supervise(settings, arguments, path)
             case "serve":
                 return _serve(settings, **options)
+            case "kv":
+                return asyncio.run(_work_on_values(settings, **options))
             case "scrub":
                 return asyncio.run(_scrub(settings))
             case "gc":
@@ -127,6 +134,93 @@ async def _collect(settings: Settings, *, dry_run: bool) -> int:
     return 0
 
 
+async def _work_on_values(settings: Settings, action: str, **options: Any) -> int:
+    """One of the commands below `uvimg kv`, on the store itself, beside a service or without one."""
+    from uvimg.apps.values import Values, read_pieces
+
+    if settings.store == "memory:":
+        return _complain("memory: is empty at every start and forgets at the end", 2)
+    store = open_store(settings.store, create=action in ("put", "load"), durability=settings.durability)
+    values = Values(store, settings.kv_max_size, time.time)
+    try:
+        match action:
+            case "list":
+                await _list_values(values, options["database"])
+            case "get":
+                found = await values.read(name_record(os.fsencode(options["database"]), os.fsencode(options["key"])))
+                if found is None:
+                    return _complain("there is no such key", 1)
+                async for piece in read_pieces(found[1]):
+                    sys.stdout.buffer.write(piece)
+                sys.stdout.flush()
+            case "put":
+                await _put_value(values, options["database"], options["key"], options["file"])
+            case "dump":
+                await _dump_values(values, options["databases"])
+            case _:
+                await _load_values(values, options["file"])
+    except OSError as exc:
+        if isinstance(exc, BrokenPipeError):
+            raise
+        return _complain(str(exc), 1)
+    finally:
+        await store.close()
+    return 0
+
+
+async def _list_values(values: "Values", database: str | None) -> None:
+    """Databases and how many records each has, or the keys of one."""
+    if database is None:
+        for name, count in sorted((await values.databases()).items()):
+            sys.stdout.buffer.write(b"%b\t%d\n" % (show_key(name), count))
+    else:
+        async for key, _ in values.live(check_database(os.fsencode(database))):
+            sys.stdout.buffer.write(show_key(key) + b"\n")
+    sys.stdout.flush()
+
+
+async def _put_value(values: "Values", database: str, key: str, path: str) -> None:
+    from uvimg.apps.values import UNTYPED
+
+    name = name_record(os.fsencode(database), os.fsencode(key))
+    with _open_input(path) as file:
+
+        async def pieces() -> AsyncIterator[bytes]:
+            while piece := file.read(1 << 18):
+                yield piece
+
+        async with values.receive(pieces()) as received:
+            await values.write(name, received, UNTYPED, None, lambda old: None)
+
+
+async def _dump_values(values: "Values", names: Sequence[str]) -> None:
+    from tqdm import tqdm
+
+    from uvimg.apps.dumps import dump
+
+    counts = await values.databases()
+    databases = [check_database(os.fsencode(name)) for name in names] or sorted(counts)
+    total = sum(counts.get(database, 0) for database in databases)
+    with tqdm(total=total, unit=" records", unit_scale=True, disable=None, leave=False) as bar:
+        async for line in dump(values, databases, bar.update):
+            sys.stdout.buffer.write(line)
+    sys.stdout.flush()
+
+
+async def _load_values(values: "Values", path: str) -> None:
+    from tqdm import tqdm
+
+    from uvimg.apps.dumps import load
+
+    with _open_input(path) as file, tqdm(unit=" records", unit_scale=True, disable=None, leave=False) as bar:
+        loaded = await load(values, file, bar.update)
+    print(f"{loaded} records loaded")
+
+
+def _open_input(path: str) -> BinaryIO:
+    return sys.stdin.buffer if path == "-" else open(path, "rb")
+
+
 async def _walk(findings: AsyncIterator[Finding], unit: str, total: int | None = None) -> int:
     """Follow a long walk, with a bar on a terminal and a line for each note; how many there were."""
     from tqdm import tqdm
@@ -189,7 +283,48 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_settings(show)
     for command in (scrub, collect):
         _add_settings(command, only=("store",))
+    _add_kv(commands)
     return parser
+
+
+def _add_kv(commands: Any) -> None:
+    """`uvimg kv` and what is below it."""
+    kv = commands.add_parser(
+        "kv",
+        help="list, get, put, dump and load values",
+        description="Work on the values under keys in a store. The service may be running.",
+    )
+    actions = kv.add_subparsers(dest="action", metavar="ACTION", required=True)
+    list_ = actions.add_parser(
+        "list",
+        help="databases and their counts, or the keys of one",
+        description="Show every database and how many records it has, or the keys of one, with control characters "
+        "and % percent-encoded.",
+    )
+    list_.add_argument("database", nargs="?", metavar="DATABASE")
+    get = actions.add_parser("get", help="write a value to stdout", description="Write a value to stdout.")
+    put = actions.add_parser("put", help="store a value", description="Store a value from a file or from stdin.")
+    for action in (get, put):
+        action.add_argument("database", metavar="DATABASE")
+        action.add_argument("key", metavar="KEY")
+    put.add_argument("file", nargs="?", default="-", metavar="FILE", help="- is stdin, and the default")
+    dump = actions.add_parser(
+        "dump",
+        help="write values to stdout, for load",
+        description="Write all values, or those of some databases, to stdout as lines of JSON that say what they are, "
+        "with type and time of expiry.",
+        epilog="uvimg kv dump > values.ndjson; uvimg kv load --store local:elsewhere values.ndjson",
+    )
+    dump.add_argument("databases", nargs="*", metavar="DATABASE")
+    load = actions.add_parser(
+        "load",
+        help="store what dump wrote",
+        description="Store what dump wrote, over what is there under the same keys. A dump that is damaged or cut is "
+        "told, with how many records were loaded before that place.",
+    )
+    load.add_argument("file", nargs="?", default="-", metavar="FILE", help="- is stdin, and the default")
+    for action in (list_, get, put, dump, load):
+        _add_settings(action, only=("store", "durability", "kv_max_size"))
 
 
 def _add_settings(parser: argparse.ArgumentParser, only: Sequence[str] | None = None) -> None:

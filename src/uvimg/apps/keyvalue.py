@@ -53,6 +53,7 @@ from uvimg.core.keyvalue import (
     read_type,
     route,
     show_key,
+    spell_key,
 )
 from uvimg.core.kyoto import tell_error
 from uvimg.core.message import Content, FilePart, Pieces, Request, Response
@@ -258,7 +259,7 @@ class KeyValue:
             )
             if found is not None:
                 response = _answer_value(request, *found)
-                response.headers["X-Olegdb-Key"] = show_key(key).decode("latin-1")
+                response.headers["X-Olegdb-Key"] = spell_key(key)
                 return response
         raise NotFound(NO_RECORDS)
 

@@ -55,8 +55,10 @@ class Procedures:
         if procedure not in PROCEDURES:
             raise NotImplementedHere("There is no such procedure.")
         fields = decode_fields(body, read_coding(content_type))
+        if procedure == "echo":
+            return _answer(fields)
         do: Callable[[Arguments], Awaitable[Response]] = getattr(self, f"_{procedure}")
-        return _answer(fields) if procedure == "echo" else await do(Arguments(fields))
+        return await do(Arguments(fields))
 
     # The server
 
@@ -68,7 +70,7 @@ class Procedures:
             "version": f"uvimg {__version__}",
             "dialect": self._dialect,
             "uptime": str(int(time.monotonic() - self._started)),
-            "db_total_count": str(await self._values.count_all()),
+            "db_total_count": str(sum((await self._values.databases()).values())),
         }
         return _answer((name.encode(), value.encode()) for name, value in told.items())
 

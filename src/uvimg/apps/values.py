@@ -104,8 +104,10 @@ class Values:
         counts = await self.store.counts(values_prefix(database), self.now_s())
         return counts.get(values_prefix(database), 0)
 
-    async def count_all(self) -> int:
-        return sum((await self.store.counts(VALUES, self.now_s())).values())
+    async def databases(self) -> dict[bytes, int]:
+        """Those that have a record, and how many."""
+        counts = await self.store.counts(VALUES, self.now_s())
+        return {prefix[len(VALUES) : -1]: count for prefix, count in counts.items()}
 
     # Writing
 

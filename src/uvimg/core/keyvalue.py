@@ -228,8 +228,13 @@ _UNSHOWN = re.compile(rb"[\x00-\x1f\x7f%]|\A | \Z")
 
 
 def show_key(key: bytes) -> bytes:
-    """A key as one line of text or one header field: what would end it, and %, are percent-encoded."""
+    """A key as one line of text: what would end it, and %, are percent-encoded."""
     return _UNSHOWN.sub(lambda found: b"%%%02X" % found[0][0], key)
+
+
+def spell_key(key: bytes) -> str:
+    """A key as the value of a header field: as a line of text, and what is not ASCII is percent-encoded too."""
+    return "".join(chr(byte) if byte < 128 else f"%{byte:02X}" for byte in show_key(key))
 
 
 def read_keys(body: bytes) -> list[bytes]:
@@ -288,6 +293,8 @@ def read_type(headers: Mapping[str, str]) -> str:
     text = headers.get("content-type") or "application/octet-stream"
     if len(text) > 255:
         raise BadRequest("Content-Type has more than 255 characters.")
+    if not text.isascii():
+        raise BadRequest("Content-Type is not ASCII.")
     return text
 
 
