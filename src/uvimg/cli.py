@@ -18,6 +18,7 @@ from uvimg.config import ConfigError, Settings
 from uvimg.core.errors import UvimgError
 from uvimg.core.keyvalue import check_database, name_record, show_key
 from uvimg.imaging.confine import die_with_parent
+from uvimg.put import CannotPut, find_items, put_by_url, put_into_store, split_destination
 from uvimg.store import Finding, open_store
 
 if TYPE_CHECKING:
@@ -32,8 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # No app named is not the same as no app.
     if not arguments.get("apps"):
         arguments.pop("apps", None)
-    own = ("dry_run", "defaults", "markdown", "supervisor_pid", "action", "database", "databases", "key", "file")
-    options = {name: arguments.pop(name) for name in own if name in arguments}
+    own = {
+        *("sources", "destination", "certificate", "dry_run", "defaults", "markdown", "supervisor_pid"),
+        *("action", "database", "databases", "key", "file"),
+    }
+    options = {name: arguments.pop(name) for name in own & arguments.keys()}
     try:
         settings = config.load(arguments, config_file=path)
         match command:
@@ -43,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _serve(settings, **options)
             case "kv":
                 return asyncio.run(_work_on_values(settings, **options))
+            case "put":
+                return asyncio.run(_put(settings, **options))
             case "scrub":
                 return asyncio.run(_scrub(settings))
             case "gc":
@@ -51,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _show_config(settings, **options)
     except ConfigError as exc:
         return _complain(str(exc), 2)
+    except CannotPut as exc:
+        return _complain(str(exc), 1)
     except UvimgError as exc:
         return _complain(exc.detail, 1)
     except ValueError as exc:
@@ -109,6 +117,25 @@ def _serve(settings: Settings, supervisor_pid: int | None) -> int:
             runner.run(serve(settings, _announce, supervised=supervisor_pid is not None))
     except (CannotStart, WorkerDied) as exc:
         return _complain(str(exc), 1)
+    return 0
+
+
+async def _put(settings: Settings, sources: Sequence[str], destination: str, certificate: str) -> int:
+    from tqdm import tqdm
+
+    base, path = split_destination(destination)
+    found = find_items(sources, path)
+    for note in found.notes:
+        print(f"uvimg: {note}", file=sys.stderr)
+    total = sum(item.size for item in found.items)
+    # disable=None: only where somebody watches.
+    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=None, leave=False) as bar:
+        if base:
+            await put_by_url(found.items, base, certificate, bar.update, bar.set_description)
+        else:
+            await put_into_store(found.items, settings.store, bar.update, bar.set_description)
+    count = len(found.items)
+    print(f"put {count} {'document' if count == 1 else 'documents'}, {total:,} bytes, to {destination}")
     return 0
 
 
@@ -259,6 +286,17 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--supervisor-pid", type=int, help=argparse.SUPPRESS)
     _add_settings(serve)
+    put = commands.add_parser(
+        "put",
+        usage="uvimg put [--store STORE] FILE|FOLDER … DESTINATION",
+        help="store files as documents",
+        description="Store files, and all that is in folders, as documents. DESTINATION is a URL of a running server "
+        "(http://127.0.0.1:4869/docs/manual/), or a path (/manual/), which goes straight into --store. With a slash at "
+        "its end, files keep their names in it.",
+    )
+    put.add_argument("sources", nargs="+", metavar="FILE|FOLDER")
+    put.add_argument("destination", metavar="DESTINATION")
+    put.add_argument("--certificate", default="", metavar="FILE", help="PEM file to trust an https server by")
     scrub = commands.add_parser(
         "scrub",
         help="verify every stored blob",
@@ -281,7 +319,7 @@ def _make_parser() -> argparse.ArgumentParser:
     show.add_argument("--defaults", action="store_true", help="show the defaults alone, all commented out")
     show.add_argument("--markdown", action="store_true", help="show the defaults as a table")
     _add_settings(show)
-    for command in (scrub, collect):
+    for command in (put, scrub, collect):
         _add_settings(command, only=("store",))
     _add_kv(commands)
     return parser

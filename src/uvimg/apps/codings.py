@@ -478,6 +478,18 @@ async def code_long_answer(headers: Mapping[str, str], response: Response) -> No
         await asyncio.to_thread(_replace, response, coding)
 
 
+def code_tagged(headers: Mapping[str, str], fields: dict[str, str], size: int) -> Coding:
+    """The coding for an answer with an ETag, made in this call or not at all; its head's fields are made to say so."""
+    if size > AT_ONCE_BYTES or not is_worth_coding(fields.get("Content-Type", ""), size):
+        return "identity"
+    coding = choose_coding(headers.get("accept-encoding"), OFFERED)
+    add_vary(fields, "Accept-Encoding")
+    if coding != "identity":
+        fields["Content-Encoding"] = coding
+        fields["ETag"] = name_etag(fields["ETag"], f"{coding}-{QUICK[coding]}")
+    return coding
+
+
 def _choose_for(headers: Mapping[str, str], response: Response) -> Coding:
     fields = response.headers
     if response.status != 200 or "ETag" in fields or "Content-Encoding" in fields:

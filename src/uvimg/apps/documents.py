@@ -8,8 +8,9 @@ unless the settings say otherwise: else it could act on this server in the name 
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -49,7 +50,7 @@ from uvimg.core.errors import (
 )
 from uvimg.core.message import Request, Response
 from uvimg.core.negotiate import allows_change
-from uvimg.store import Record, Store
+from uvimg.store import Incoming, Record, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +83,6 @@ _encode_json = msgspec.json.Encoder().encode
 
 # Entries of a directory that are looked at before others have their turn.
 _LIST_STEP = 100
-
-
-def make_record(digest: Digest, size: int, media_type: str, facts: Facts = _NO_FACTS) -> Record:
-    """A document's record, as it is now."""
-    return Record(digest, size, media_type, int(time.time()), b"" if facts == _NO_FACTS else _encode_facts(facts))
-
-
-def read_facts(record: Record) -> Facts:
-    return _decode_facts(record.facts) if record.facts else _NO_FACTS
 
 
 class Documents:
@@ -267,20 +259,15 @@ class Documents:
         async with self._store.incoming() as incoming:
             async for chunk in _bounded(request.body, self._settings.max_bytes):
                 await incoming.write(chunk)
-            digest = await incoming.finish()
-            record = make_record(digest, incoming.size, media_type, facts)
-
-            def replace(_: bytes, old: Record | None) -> Record:
-                _check_may_change(request, old)
-                return follow(record, old)
-
-            ((old, new),) = await self._store.change([name], replace, incoming)
-            assert new is not None
-            if facts.use:
-                await self._store.bind([dictionary_name(digest)], msgspec.structs.replace(new, facts=b""))
-        if old is not None and old.digest != digest:
-            await forget_dictionaries(self._store, set(_versions(old)) - set(_versions(new)))
-            await self._codings.forget(old.digest)
+            old, new = await replace_document(
+                self._store,
+                self._codings,
+                name,
+                incoming,
+                media_type,
+                facts,
+                lambda old: _check_may_change(request, old),
+            )
         location = link(request.prefix, request.path[1:])
         answer = {"ETag": blob_etag(new), "Location": location, "Cache-Control": "no-store"}
         if old is not None:
@@ -296,7 +283,7 @@ class Documents:
 
         ((old, _),) = await self._store.change([document_name(query.path)], remove)
         assert old is not None
-        await forget_dictionaries(self._store, set(_versions(old)))
+        await _forget_dictionaries(self._store, set(_versions(old)))
         await self._codings.forget(old.digest)
         return Response(204)
 
@@ -304,11 +291,34 @@ class Documents:
 # What a change of one document does to dictionaries
 
 
-def follow(record: Record, old: Record | None) -> Record:
-    """The record of a new version: it knows those before it that clients may still have as a dictionary."""
-    versions = tuple(digest for digest in _versions(old) if digest != record.digest)[:MOST_VERSIONS]
-    facts = msgspec.structs.replace(read_facts(record), versions=versions)
-    return msgspec.structs.replace(record, facts=b"" if facts == _NO_FACTS else _encode_facts(facts))
+async def replace_document(
+    store: Store,
+    codings: Codings,
+    name: bytes,
+    incoming: Incoming,
+    media_type: str,
+    facts: Facts = _NO_FACTS,
+    check: Callable[[Record | None], None] = lambda old: None,
+) -> tuple[Record | None, Record]:
+    """Give a name to a blob that has all come; the records before and after. `check` may object, with what is there."""
+    digest = await incoming.finish()
+    plain = Record(digest, incoming.size, media_type, int(time.time()))
+
+    def replace(_: bytes, old: Record | None) -> Record:
+        check(old)
+        # Clients may still have versions before it as a dictionary.
+        versions = tuple(known for known in _versions(old) if known != digest)[:MOST_VERSIONS]
+        known = msgspec.structs.replace(facts, versions=versions)
+        return plain if known == _NO_FACTS else msgspec.structs.replace(plain, facts=_encode_facts(known))
+
+    ((old, new),) = await store.change([name], replace, incoming)
+    assert new is not None
+    if facts.use:
+        await store.bind([dictionary_name(digest)], plain)
+    if old is not None and old.digest != digest:
+        await _forget_dictionaries(store, set(_versions(old)) - set(_versions(new)))
+        await codings.forget(old.digest)
+    return old, new
 
 
 def _versions(record: Record | None) -> tuple[Digest, ...]:
@@ -319,7 +329,7 @@ def _versions(record: Record | None) -> tuple[Digest, ...]:
     return (*((record.digest,) if facts.use else ()), *facts.versions)
 
 
-async def forget_dictionaries(store: Store, digests: set[Digest]) -> None:
+async def _forget_dictionaries(store: Store, digests: set[Digest]) -> None:
     if digests:
         await store.unbind([dictionary_name(digest) for digest in sorted(digests)])
 
