@@ -30,6 +30,7 @@ MEASURES = {
         Measure("max_ms", "max ms", 1),
         Measure("load", "server busy %", 0, "more"),
         Measure("rss_mib", "RSS MiB", 1),
+        Measure("coded_bytes", "bytes", 0),
         Measure("connection_kib", "KiB/connection", 2),
     )
 }

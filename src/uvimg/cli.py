@@ -279,7 +279,7 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     serve = commands.add_parser(
         "serve",
-        usage="uvimg serve [--config FILE] [--SETTING VALUE …] [images|kv|documents …]",
+        usage="uvimg serve [--config FILE] [--SETTING VALUE …] [APP …]",
         help="serve images, values and documents over HTTP",
         description="Serve images, values under keys and documents over HTTP until SIGTERM or Ctrl-C.",
         epilog="Then: curl --data-binary @photo.jpg http://127.0.0.1:4869/upload",
@@ -312,7 +312,7 @@ def _make_parser() -> argparse.ArgumentParser:
     collect.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     show = commands.add_parser(
         "config",
-        usage="uvimg config [--defaults | --markdown] [--config FILE] [--SETTING VALUE …] [images|kv|documents …]",
+        usage="uvimg config [--defaults | --markdown] [--config FILE] [--SETTING VALUE …] [APP …]",
         help="show the settings in force",
         description="Show the settings in force as an annotated TOML file, fit for --config.",
     )

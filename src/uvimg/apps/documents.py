@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
