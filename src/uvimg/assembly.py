@@ -137,6 +137,7 @@ async def _coding(settings: Settings, store: Store, metrics: Metrics) -> AsyncIt
     coders = Coders(settings.coding_memory)
     try:
         codings = Codings(store, coders, settings.zstd_level, settings.coded_copies)
+        metrics.watch(lambda: _read_codings(codings, coders, settings.coding_memory))
         try:
             yield codings
         finally:
@@ -186,6 +187,14 @@ def _read_cache(cache: Cache[Any, Rendition], limit_bytes: int) -> Iterator[Read
     yield Reading("uvimg_cache_entries", (), len(cache))
     yield Reading("uvimg_cache_bytes", (), cache.size_bytes)
     yield Reading("uvimg_cache_limit_bytes", (), limit_bytes)
+
+
+def _read_codings(codings: Codings, coders: Coders, limit_bytes: int) -> Iterator[Reading]:
+    for why, count in codings.made.items():
+        yield Reading("uvimg_codings", (why,), count)
+    yield Reading("uvimg_coding_bytes", (), coders.held_bytes)
+    yield Reading("uvimg_coding_limit_bytes", (), limit_bytes)
+    yield Reading("uvimg_codings_wanted", (), codings.waiting)
 
 
 def _read_store(store: Store) -> Iterator[Reading]:
