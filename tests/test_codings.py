@@ -22,7 +22,7 @@ from tests.test_documents import PAGE, Docs, decode, wait_until
 from uvimg.store import open_store
 
 # Longer than one step of a coder, and than what is read at once.
-BOOK = write_book(2_000_000)
+BOOK = write_book(1_200_000)
 
 
 def names(server: Server, prefix: bytes) -> list[bytes]:

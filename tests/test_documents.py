@@ -1,9 +1,11 @@
 """The documents app: what is stored is given back, in every coding, and no path leads anywhere else."""
 
 import gzip
+import os
 import socket
 import time
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import brotli
@@ -255,3 +257,25 @@ def test_pages_json_and_values_are_coded_too_and_photos_never(docs: Docs, zimg_p
     assert (value.headers["Content-Encoding"], decode(value)) == ("zstd", PAGE)
     assert root.get("/kv/a/b", "zstd", If_None_Match=value.headers["ETag"]).status_code == 304
     assert root.get("/kv/a/b", If_None_Match=value.headers["ETag"]).status_code == 200
+
+
+FIELDS = ("Accept-Encoding", "Available-Dictionary", "If-None-Match", "If-Match", "Range", "If-Range", "Dictionary-ID")
+FRAGMENTS = (
+    *("gzip", "zstd", "br", "dcz", "identity", "*", ";q=", "0", "1", "0.5", ", ", ";", "=", '"', ":", "\\", " ", "\t"),
+    *("W/", "bytes=", "-", "99999999999999999999", "AAAA", "é", "\xff", "x" * 200, "(", ")", "q", "%00"),
+)
+
+
+def test_no_header_value_breaks_anything(docs: Docs) -> None:
+    docs.put("/h.txt", PAGE[:2000])
+    random = Random(6)
+    for _ in range(int(os.environ.get("HEADER_VALUES", "200"))):
+        fields = {
+            random.choice(FIELDS): "".join(random.choices(FRAGMENTS, k=random.randrange(8))).strip()
+            for _ in range(random.randrange(1, 4))
+        }
+        answer = docs.get("/h.txt", fields.pop("Accept-Encoding", "dcz, zstd"), **fields)
+        assert answer.status_code in (200, 206, 304, 406, 412, 416), fields
+        if answer.status_code == 200:
+            assert decode(answer) == PAGE[:2000]
+    assert "Traceback" not in docs.server.log

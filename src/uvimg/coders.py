@@ -346,7 +346,7 @@ class _Room:
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self.leave(weight)
-            else:
+            elif (weight, turn) in self._waiting:
                 self._waiting.remove((weight, turn))
                 self._admit()
             raise

@@ -220,7 +220,10 @@ class Codings:
         body = _Body(self, coded, first, _Copy(name, record, wanted, level, incoming))
         if not coded.ended:
             return Pieces(body, body.close)
-        await anext(body)
+        try:
+            await anext(body)
+        finally:
+            body.close()
         return first
 
     async def _load(self, digest: Digest) -> tuple[Digest, bytes] | None:
@@ -238,14 +241,14 @@ class Codings:
         return digest, data
 
     async def keep(self, copy: "_Copy") -> None:
-        """Give a copy that has all come its name, unless there are too many. Nothing is lost when that fails."""
+        """Give a copy that has all come its name. Nothing is lost when that fails."""
         assert copy.incoming is not None
         try:
             digest = await copy.incoming.finish()
             facts = _encode_level(copy.level)
             record = Record(digest, copy.incoming.size, copy.record.type, int(time.time()), facts)
-            if copy.wanted.dictionary is not None and not await self._has_room(copy.record.digest, copy.name):
-                return
+            if copy.wanted.dictionary is not None:
+                await self._make_room(copy.record.digest, copy.name)
             await self._store.bind([copy.name], record, copy.incoming)
             # Deleting takes the last name first and looks for copies then: one of the two sees this one.
             if not await self._store.is_named(copy.record.digest):
@@ -263,10 +266,11 @@ class Codings:
         self._keeping.discard(copy.name)
         await copy.incoming.__aexit__(None, None, None)
 
-    async def _has_room(self, digest: Digest, name: bytes) -> bool:
-        """Clients may have any of many dictionaries; the copies of one blob are few."""
-        kept = [known for known, _ in await self._store.scan(codings_prefix(digest) + b"dcz-", limit=MOST_VERSIONS)]
-        return len(kept) < MOST_VERSIONS or name in kept
+    async def _make_room(self, digest: Digest, name: bytes) -> None:
+        """Clients may have any of many dictionaries; the copies of one blob are few: the oldest makes room."""
+        kept = await self._store.scan(codings_prefix(digest) + b"dcz-", limit=MOST_VERSIONS)
+        if len(kept) == MOST_VERSIONS and all(known != name for known, _ in kept):
+            await self._store.unbind([min(kept, key=lambda each: each[1].created_s)[0]])
 
     async def forget(self, digest: Digest) -> None:
         """Take away the copies of a blob that has lost a name, if that was its last."""
@@ -297,6 +301,9 @@ class Codings:
                 await self._improve(name, record, wanted)
             except (UvimgError, OSError) as exc:
                 log.warning("a coded copy could not be made better: %s", exc)
+            except Exception:
+                # Our own bug fails this one, not all that wait behind it.
+                log.exception("a coded copy could not be made better")
             finally:
                 self._wanted.pop(name, None)
 
