@@ -150,7 +150,8 @@ def test_who_goes_away_stops_the_coding_and_too_many_are_told_so(start_server: C
     assert docs.get("/book.html").content == BOOK
     for client in clients:
         client.close()
-    # There is room for one at a time: all of these have left it.
+    # There is room for one at a time: all of these leave it.
+    wait_until(lambda: docs.get("/book.html", "zstd").status_code == 200)
     assert decode(docs.get("/book.html", "zstd")) == BOOK
 
 
