@@ -1,6 +1,7 @@
 """python -m bench: every suite measured beside its rivals, in the same run, on the same machine."""
 
 import argparse
+import dataclasses
 import os
 import re
 import resource
@@ -13,11 +14,12 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from bench import compression, report, variants
+from bench import compression, document, report, variants
 from bench.result import Result, compare
 from bench.rounds import Subject, measure
 from bench.serving import BenchError
-from bench.variants import SUITES, Site, Suite, Variant
+from bench.site import Site, Variant, find_missing
+from bench.variants import SUITES, Suite
 
 
 def main(
@@ -71,12 +73,16 @@ def _make_parser(suites: dict[str, Suite]) -> argparse.ArgumentParser:
         default=[],
         type=_named_url,
         metavar="NAME=URL",
-        help="a server that runs already: URL is asked of it in every case (requests/s only)",
+        help="a server that runs already: URL is asked of it in every case (requests/s only); {w}, {h} and {q} in it "
+        "are filled in where renditions are made",
     )
     parser.add_argument(
         "--text", type=Path, metavar="FILE", help="what zstd compresses instead of its own text of 4 MB"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="write what was found to read: a page, Markdown, charts"
+    )
     parser.add_argument(
         "--compare", type=Path, metavar="OLD.json", help="ratios to that run; exit status 1 where we are slower"
     )
@@ -120,7 +126,7 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
     old = report.read_json(arguments.compare) if arguments.compare else None
     # Where Debian has nginx; only root's PATH has it.
     os.environ["PATH"] += ":/usr/sbin"
-    if missing := variants.find_missing("taskset"):
+    if missing := find_missing("taskset"):
         raise BenchError(missing)
     seconds = arguments.seconds or (1.0 if arguments.quick else 2.0)
     rounds = arguments.rounds or (3 if arguments.quick else 5)
@@ -143,6 +149,8 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
     if arguments.json:
         # Now, not after ten minutes of measuring.
         report.check_writable(arguments.json)
+    if arguments.report:
+        document.make_folder(arguments.report)
     # Thousands of connections, here and in every child.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -153,7 +161,7 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
         print("The machine is not quiet: figures vary more, and requests/s are worth little.")
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        site = make_site(Path(folder)) if any(groups) else None
+        site = dataclasses.replace(make_site(Path(folder)), quick=arguments.quick) if any(groups) else None
         # disable=None: only where somebody watches.
         with tqdm(total=sum(map(len, groups)) * rounds, unit="round", disable=None, leave=False) as bar:
 
@@ -178,6 +186,14 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
                 results += compression.run(arguments.text, seconds * rounds, Path(folder), watch_row)
     if arguments.json:
         report.write_json(arguments.json, machine, seconds, results)
+    if arguments.report:
+        measured = [
+            document.Chapter(suites[name], [case for case in suites[name].cases if _matches(case.name, arguments.case)])
+            for name in names
+            if name in suites
+        ]
+        document.write(arguments.report, machine, f"{rounds} rounds of {seconds:g} s", measured, results)
+        print(f"\n{arguments.report / 'index.html'}")
     failed = [result for result in results if result.outcome == "failed"]
     if failed:
         print(f"\nFAILED: {len(failed)}, see above", file=sys.stderr)

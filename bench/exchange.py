@@ -1,9 +1,11 @@
 """One request and the answer to it, looked at whole: what has to be right before a load means anything."""
 
+import re
 import socket
 from dataclasses import dataclass
 
 from bench.serving import Address, BenchError
+from bench.work import Task, check_picture
 
 _TIMEOUT_S = 10.0
 
@@ -19,6 +21,8 @@ class Ask:
     fields: tuple[tuple[str, str], ...] = ()
     # Names of fields, and how their values begin.
     expected: tuple[tuple[str, str], ...] = ()
+    # The rendition that the body must be.
+    task: Task | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,4 +87,16 @@ def check(address: Address, ask: Ask) -> Reply:
     for name, start in ask.expected:
         if not reply.fields.get(name.lower(), "").startswith(start):
             raise BenchError(f"GET {ask.path} was answered with {name}: {reply.fields.get(name.lower())!r}")
+    if ask.task is not None:
+        check_picture(reply.body, ask.task)
     return reply
+
+
+def read_metrics(address: Address, name: str) -> dict[str, float]:
+    """The values of one of uvimg's metrics by their labels. Others have none."""
+    try:
+        reply = exchange(address, Ask("/metrics", 200, None))
+    except BenchError:
+        return {}
+    found = re.findall(rf"^{name}({{.*}})? (\S+)$", reply.body.decode(errors="replace"), re.MULTILINE)
+    return {labels: float(value) for labels, value in found}

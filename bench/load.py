@@ -8,83 +8,48 @@ its bytes tell whether any other came.
 
 import contextlib
 import json
-import re
-import signal
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Protocol
 
 from bench.exchange import Ask, Reply, check, connect, exchange_on
-from bench.serving import Address, BenchError, Cores, Server, pin
+from bench.generators import (
+    TIMEOUT_S,
+    Count,
+    await_answers,
+    count_established,
+    count_threads,
+    listen,
+    parse_ab,
+    read_bytes_in,
+    start,
+    start_wrk,
+    stop_wrk,
+    wait,
+    write_wrk_script,
+)
+from bench.serving import Address, BenchError, Cores, Server
+from bench.work import Walk
 
 # How the requests of one load differ: not at all; not at all, but by the way that the others take through wrk;
 # in target and fields, 10,000 of them; in target and fields, every one.
 Variety = Literal["same", "same by Lua", "10,000", "never the same"]
-_TIMEOUT_S = 10
 _MIN_WARM_UP_S = 0.3
 # Enough to look at answers with. Thousands take a while to be made, and are made again when they are counted.
 _LOOK_CONNECTIONS = 100
-# Where too many come at once for a backlog, the kernel tries again after 1, 3 and 7 seconds.
-_CONNECT_S = 30.0
 # As the suite promises.
 _DIFFERENT = 10_000
 # As many as zimg's table was made with, and what is enough to see whether it works.
 _NEW_CONNECTIONS = 200_000
 _NEW_CONNECTIONS_QUICK = 20_000
 _MOST_S = 300.0
-# wrk looks every 100 ms whether it is to end; closing thousands of connections takes it longer.
-_END_S = 30.0
 # The server has its first buffers, caches and code in memory.
 _FIRST_IDLE = 100
 
+# What wrk asks
 
-@dataclass(frozen=True, slots=True)
-class Count:
-    """What a load generator counted in one run."""
-
-    requests: int
-    seconds: float
-    bytes: int
-    wrong: int
-    mean_ms: float = 0.0
-    p99_ms: float = 0.0
-    max_ms: float = 0.0
-    # What of `wrong` is which, in words.
-    errors: str = ""
-    # Of the body, where the program says it.
-    length: int = 0
-
-
-# wrk
-
-_SCRIPT = """
--- Written by bench/load.py.
-local workers = {}
-wrong = 0
-
-function setup(thread)
-    table.insert(workers, thread)
-end
-
-%(requests)s
-%(response)s
-function done(summary, latency, requests)
-    local seen = 0
-    for _, thread in ipairs(workers) do
-        seen = seen + thread:get("wrong")
-    end
-    local e = summary.errors
-    io.write(string.format(
-        'COUNT {"requests":%%d,"us":%%d,"bytes":%%d,"connect":%%d,"read":%%d,"write":%%d,"status":%%d,"timeout":%%d,' ..
-        '"seen":%%d,"mean_us":%%.1f,"p99_us":%%.1f,"max_us":%%.1f}\\n',
-        summary.requests, summary.duration, summary.bytes, e.connect, e.read, e.write, e.status, e.timeout,
-        seen, latency.mean, latency:percentile(99), latency.max))
-end
-"""
 _LOOK = """
 function response(status, fields, body)
     if status ~= %d or #body ~= %d then
@@ -135,48 +100,7 @@ def write_script(ask: Ask, variety: Variety, length: int | None = None) -> str:
             "next": "return make(last)" if variety == "never the same" else _VARIED_NEXT,
         }
     response = "" if length is None else _LOOK % (ask.status, length)
-    return _SCRIPT % {"requests": requests, "response": response}
-
-
-def parse_wrk(text: str) -> Count:
-    """What wrk printed with our script. BenchError when it is something else."""
-    found = re.search(r"^COUNT (\{.*\})$", text, re.MULTILINE)
-    if found is None:
-        raise BenchError(f"wrk says: {' '.join(text.split())[-200:]}")
-    count = json.loads(found[1])
-    errors = {
-        "failed connections": count["connect"],
-        "broken answers": count["read"] + count["write"],
-        "statuses of 400 and more": count["status"],
-        "time-outs": count["timeout"],
-        "wrong answers": count["seen"],
-    }
-    return Count(
-        *(count["requests"], count["us"] / 1e6, count["bytes"], sum(errors.values())),
-        *(count["mean_us"] / 1e3, count["p99_us"] / 1e3, count["max_us"] / 1e3),
-        ", ".join(f"{number} {name}" for name, number in errors.items() if number),
-    )
-
-
-def parse_ab(text: str) -> Count:
-    """What `ab` printed."""
-
-    def number(name: str) -> float:
-        found = re.search(rf"^{name}:\s+([\d.]+)", text, re.MULTILINE)
-        return float(found[1]) if found else 0.0
-
-    if "Complete requests:" not in text:
-        raise BenchError(f"ab says: {' '.join(text.split())[-200:]}")
-    errors = {"failed requests": int(number("Failed requests")), "other statuses": int(number("Non-2xx responses"))}
-    mean = re.search(r"^Total:\s+\d+\s+(\d+)\s+[\d.]+\s+\d+\s+(\d+)", text, re.MULTILINE)
-    p99 = re.search(r"^\s+99%\s+(\d+)", text, re.MULTILINE)
-    return Count(
-        *(int(number("Complete requests")), number("Time taken for tests"), int(number("Total transferred"))),
-        sum(errors.values()),
-        *(float(mean[1]) if mean else 0.0, float(p99[1]) if p99 else 0.0, float(mean[2]) if mean else 0.0),
-        ", ".join(f"{number} {name}" for name, number in errors.items() if number),
-        int(number("Document Length")),
-    )
+    return write_wrk_script(requests, response)
 
 
 # Loads
@@ -193,6 +117,10 @@ class Load(Protocol):
     def most_rounds(self) -> int:
         """More rounds than this say nothing new, or take too long."""
 
+    @property
+    def walks(self) -> tuple[Walk, ...]:
+        """What has to be made; the asks are theirs, one after the other. None where a content is asked for."""
+
     def run(self, server: Server, asks: list[Ask], cores: Cores, seconds: float) -> dict[str, float]:
         """One round: measure → value. BenchError when an answer was wrong."""
 
@@ -206,26 +134,26 @@ class KeepAlive:
 
     programs = ("wrk", "ss")
     most_rounds = 100
+    walks = ()
 
     def run(self, server: Server, asks: list[Ask], cores: Cores, seconds: float) -> dict[str, float]:
         replies = [check(address, ask) for address, ask in zip(server.addresses, asks, strict=True)]
         self._look(server, asks, cores, max(_MIN_WARM_UP_S, seconds / 4), replies)
         with contextlib.ExitStack() as stack:
             running = [
-                stack.enter_context(
-                    _start_wrk(address, ask, self.variety, self.connections // len(asks), len(asks), cores)
-                )
+                stack.enter_context(_start(address, ask, self.variety, self.connections // len(asks), len(asks), cores))
                 for address, ask in zip(server.addresses, asks, strict=True)
             ]
             # Each of the different requests has come twice: a memo may keep only what is no stranger.
-            first = 2 * _DIFFERENT * _count_threads(cores, len(asks)) if self.variety == "10,000" else self.connections
-            _await_answers(running, server, self.connections, replies, max(first, self.connections))
-            window = _Window(server, running, [reply.size for reply in replies])
-            _wait(running, seconds)
+            first = 2 * _DIFFERENT * count_threads(cores, len(asks)) if self.variety == "10,000" else self.connections
+            sizes = [reply.size for reply in replies]
+            await_answers(running, server.addresses, self.connections, sizes, max(first, self.connections))
+            window = _Window(server, running, sizes)
+            wait(running, seconds)
             measures = window.close()
-            established = _count_established(server.addresses)
-            counts = _stop_wrk(running)
-        _check_counts(server, counts)
+            established = count_established(server.addresses)
+            counts = stop_wrk(running)
+        check_counts(server, counts)
         if established < self.connections:
             raise BenchError(f"{established} connections were left of {self.connections}")
         for count, reply in zip(counts, replies, strict=True):
@@ -242,13 +170,14 @@ class KeepAlive:
         each = max(1, min(self.connections, _LOOK_CONNECTIONS) // len(asks))
         with contextlib.ExitStack() as stack:
             running = [
-                stack.enter_context(_start_wrk(address, ask, self.variety, each, len(asks), cores, len(reply.body)))
+                stack.enter_context(_start(address, ask, self.variety, each, len(asks), cores, len(reply.body)))
                 for address, ask, reply in zip(server.addresses, asks, replies, strict=True)
             ]
-            _await_answers(running, server, each * len(asks), replies, each * len(asks))
-            _wait(running, seconds)
-            counts = _stop_wrk(running)
-        _check_counts(server, counts)
+            sizes = [reply.size for reply in replies]
+            await_answers(running, server.addresses, each * len(asks), sizes, each * len(asks))
+            wait(running, seconds)
+            counts = stop_wrk(running)
+        check_counts(server, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +188,7 @@ class NewConnections:
 
     programs = ("ab",)
     most_rounds = 3
+    walks = ()
 
     def run(self, server: Server, asks: list[Ask], cores: Cores, seconds: float) -> dict[str, float]:
         for address, ask in zip(server.addresses, asks, strict=True):
@@ -270,10 +200,10 @@ class NewConnections:
             for (host, port), ask in zip(server.addresses, asks, strict=True):
                 each = f"-n{requests // len(asks)}", f"-c{self.connections // len(asks)}"
                 # -r counts a broken connection and goes on, instead of ending there.
-                command = ["ab", "-q", "-r", *each, f"-s{_TIMEOUT_S}", f"http://{host}:{port}{ask.path}"]
-                running.append(stack.enter_context(_start(command, cores)))
-            counts = [parse_ab(_listen(process, "ab", _MOST_S)) for process in running]
-        _check_counts(server, counts)
+                command = ["ab", "-q", "-r", *each, f"-s{TIMEOUT_S}", f"http://{host}:{port}{ask.path}"]
+                running.append(stack.enter_context(start(command, cores)))
+            counts = [parse_ab(listen(process, "ab", _MOST_S)) for process in running]
+        check_counts(server, counts)
         for count, ask in zip(counts, asks, strict=True):
             # ab itself holds all against the first.
             if ask.body is not None and count.length != len(ask.body):
@@ -295,6 +225,7 @@ class Idle:
     programs = ()
     # Later ones find the memory of the first.
     most_rounds = 1
+    walks = ()
 
     def run(self, server: Server, asks: list[Ask], cores: Cores, seconds: float) -> dict[str, float]:
         with contextlib.ExitStack() as stack:
@@ -323,7 +254,7 @@ class _Window:
         self._began, self._answers, self._cpu = time.monotonic(), self._count(), server.cpu_s()
 
     def _count(self) -> float:
-        return sum(_read_bytes_in(process.pid) / size for process, size in zip(self._running, self._sizes, strict=True))
+        return sum(read_bytes_in(process.pid) / size for process, size in zip(self._running, self._sizes, strict=True))
 
     def close(self) -> dict[str, float]:
         """The measures of the server's side."""
@@ -334,18 +265,7 @@ class _Window:
         return {"rate": answers / seconds, **summarise_cost(self._server, self._cpu, answers, seconds)}
 
 
-def _read_bytes_in(pid: int) -> int:
-    try:
-        found = re.search(r"^rchar: (\d+)", Path(f"/proc/{pid}/io").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    if found is None:
-        raise BenchError("the load ended too early")
-    return int(found[1])
-
-
-@contextlib.contextmanager
-def _start_wrk(
+def _start(
     address: Address,
     ask: Ask,
     variety: Variety,
@@ -353,102 +273,13 @@ def _start_wrk(
     clients: int,
     cores: Cores,
     length: int | None = None,
-) -> Iterator["subprocess.Popen[str]"]:
+) -> "contextlib.AbstractContextManager[subprocess.Popen[str]]":
     """One of so many clients at the same time. With a `length` of the body it looks at every answer."""
-    threads = min(connections, _count_threads(cores, clients))
-    with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
-        script.write(write_script(ask, variety, length))
-        script.flush()
-        # It is stopped by SIGINT: its own -d knows whole seconds only, and is for the case that we are killed.
-        command = ["wrk", f"-t{threads}", f"-c{connections}", "-d15m", f"--timeout={_TIMEOUT_S}s", "-s", script.name]
-        for name, value in ask.fields:
-            command += ["-H", f"{name}: {value}"]
-        with _start([*command, f"http://{address[0]}:{address[1]}{ask.path}"], cores) as process:
-            yield process
+    threads = min(connections, count_threads(cores, clients))
+    return start_wrk(write_script(ask, variety, length), address, ask.path, connections, threads, cores, ask.fields)
 
 
-def _await_answers(
-    running: "list[subprocess.Popen[str]]", server: Server, connections: int, replies: list[Reply], answers: int
-) -> None:
-    """Until all connections are made, and about so many answers have come since."""
-    deadline = time.monotonic() + _CONNECT_S
-    wanted: list[int] = []
-    while True:
-        established = _count_established(server.addresses)
-        if not wanted and established >= connections:
-            each = answers // len(running)
-            wanted = [
-                _read_bytes_in(process.pid) + each * reply.size for process, reply in zip(running, replies, strict=True)
-            ]
-        if wanted and all(_read_bytes_in(process.pid) >= size for process, size in zip(running, wanted, strict=True)):
-            return
-        _check_running(running)
-        if time.monotonic() > deadline:
-            raise BenchError(
-                f"{established} of {connections} connections after {_CONNECT_S:g} s, and not {answers} answers"
-            )
-        time.sleep(0.02)
-
-
-def _count_threads(cores: Cores, clients: int) -> int:
-    """Of each wrk. More than four load no server harder."""
-    return min(4, max(1, len(cores.load) // clients))
-
-
-def _stop_wrk(running: "list[subprocess.Popen[str]]") -> list[Count]:
-    for process in running:
-        process.send_signal(signal.SIGINT)
-    return [parse_wrk(_listen(process, "wrk", _END_S)) for process in running]
-
-
-def _listen(process: "subprocess.Popen[str]", name: str, seconds: float) -> str:
-    """All that it says until it ends, which must be within so many seconds."""
-    try:
-        return process.communicate(timeout=seconds)[0]
-    except subprocess.TimeoutExpired:
-        raise BenchError(f"{name} did not end within {seconds:g} s") from None
-
-
-@contextlib.contextmanager
-def _start(command: list[str], cores: Cores) -> Iterator["subprocess.Popen[str]"]:
-    process = subprocess.Popen(
-        [*pin(cores.load), *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def _wait(running: "list[subprocess.Popen[str]]", seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
-        _check_running(running)
-        time.sleep(min(left, 0.25))
-
-
-def _check_running(running: "list[subprocess.Popen[str]]") -> None:
-    """BenchError, with what it said, when a load generator has ended too early."""
-    for process in running:
-        if process.poll() is not None:
-            raise BenchError(f"the load ended too early: {' '.join(process.communicate()[0].split())[-200:]}")
-
-
-def _count_established(addresses: Sequence[Address]) -> int:
-    """Connections to these addresses, as the kernel counts them on the clients' side."""
-    counted = 0
-    for host, port in addresses:
-        command = ["ss", "-Htn", "state", "established", "dst", f"{host}:{port}"]
-        counted += subprocess.run(command, capture_output=True, check=True).stdout.count(b"\n")
-    return counted
-
-
-def _check_counts(server: Server, counts: list[Count]) -> None:
+def check_counts(server: Server, counts: list[Count]) -> None:
     server.check_alive()
     for count in counts:
         if count.wrong:
@@ -467,12 +298,20 @@ def summarise_latency(counts: Sequence[Count]) -> dict[str, float]:
     }
 
 
-def summarise_cost(server: Server, before: dict[int, float], answers: float, seconds: float) -> dict[str, float]:
+def summarise_cost(
+    server: Server,
+    before: dict[int, float],
+    answers: float,
+    seconds: float,
+    now: dict[int, float] | None = None,
+) -> dict[str, float]:
     """What so many answers in so many seconds cost the server's processes, if they are ours to look at."""
-    spent = {pid: now - before.get(pid, 0.0) for pid, now in server.cpu_s().items()}
-    if not spent:
+    now = server.cpu_s() if now is None else now
+    if not now:
         return {}
-    total = sum(spent.values())
+    # Not of each process: what one spent that has ended meanwhile is with its parent.
+    total = sum(now.values()) - sum(before.values())
+    spent = {pid: cpu_s - before.get(pid, 0.0) for pid, cpu_s in now.items()}
     return {
         "cpu_us": total / answers * 1e6,
         "load": total / seconds * 100,

@@ -42,21 +42,43 @@ def _ask_version(command: list[str]) -> str:
 
 def format_case(suite: str, case: str, results: Sequence[Result], goals: Sequence[Goal], published: str = "") -> str:
     """The table of one case: medians with the least and the most of all rounds, then what is aimed at."""
-    rows = [result for result in results if (result.suite, result.case) == (suite, case)]
-    shown = [name for name in MEASURES if any(name in row.measures for row in rows)]
-    table = [["server", *(MEASURES[name].title for name in shown)]]
-    table += [
-        [row.variant, *(_format_values(name, row.measures.get(name, ())) for name in shown)]
-        for row in rows
-        if row.outcome == "measured"
-    ]
-    lines = [f"\n{suite} · {case}", *_align(table)]
-    lines += [f"  {row.variant}: {row.outcome.upper()}, {row.note}" for row in rows if row.outcome != "measured"]
-    measured = {row.variant: row for row in rows if row.outcome == "measured"}
-    lines += [_format_goal(goal, measured[goal.variant], results) for goal in goals if goal.variant in measured]
+    lines = [f"\n{suite} · {case}", *_align(tabulate(suite, case, results))]
+    lines += [f"  {line}" for line in tell_missing(suite, case, results)]
+    lines += [f"  {line}" for line in tell_goals(suite, case, results, goals)]
     if published:
         lines.append(f"  published: {published}")
     return "\n".join(lines)
+
+
+def tabulate(suite: str, case: str, results: Sequence[Result]) -> list[list[str]]:
+    """What was measured in a case, a row each, below a row of titles."""
+    rows = [row for row in results if (row.suite, row.case, row.outcome) == (suite, case, "measured")]
+    shown = [name for name in MEASURES if any(name in row.measures for row in rows)]
+    table = [["server", *(MEASURES[name].title for name in shown)]]
+    table += [[row.variant, *(_format_values(name, row.measures.get(name, ())) for name in shown)] for row in rows]
+    if any(row.published for row in rows) and "rate" in shown:
+        beside = shown.index("rate") + 2
+        table[0].insert(beside, "published")
+        for line, row in zip(table[1:], rows, strict=True):
+            line.insert(beside, f"{row.published:,.0f}" if row.published else "–")
+    return table
+
+
+def tell_missing(suite: str, case: str, results: Sequence[Result]) -> list[str]:
+    """A line for each that was not measured, with the reason and what others measured of it."""
+    return [
+        f"{row.variant}: {row.outcome.upper()}, {row.note}"
+        + (f" (published: {row.published:,.0f} requests/s)" if row.published else "")
+        for row in results
+        if (row.suite, row.case) == (suite, case) and row.outcome != "measured"
+    ]
+
+
+def tell_goals(suite: str, case: str, results: Sequence[Result], goals: Sequence[Goal]) -> list[str]:
+    """A line for each goal of what was measured."""
+    rows = [row for row in results if (row.suite, row.case, row.outcome) == (suite, case, "measured")]
+    measured = {row.variant: row for row in rows}
+    return [_format_goal(goal, measured[goal.variant], results) for goal in goals if goal.variant in measured]
 
 
 def _format_values(name: str, values: Sequence[float]) -> str:
@@ -86,16 +108,17 @@ def _format_goal(goal: Goal, result: Result, results: Sequence[Result]) -> str:
     sign = "≤" if goal.bound == "at most" else "≥"
     subject = f"{goal.variant}, {MEASURES[goal.measure].title}"
     than = " of ".join(filter(None, [goal.rival, f"“{goal.case}”" if goal.case else ""]))
-    aim = "" if goal.value is None else f" (aim {sign} {goal.value:g})"
+    aim = "" if goal.value is None else f" (aim {sign} {goal.value:.4g})"
     if verdict.figure is None:
-        return f"  ? {subject}: {than} was not measured{aim}"
+        return f"? {subject}: {than} was not measured{aim}"
     mark = {True: "✓", False: "✗", None: "·"}[verdict.is_met]
-    figure = f"{verdict.figure:.2f}"
+    digits = 2 if goal.by == "ratio" else MEASURES[goal.measure].digits
+    figure = f"{verdict.figure:.{digits}f}"
     if len(verdict.rounds) > 1:
-        figure += f" [{min(verdict.rounds):.2f}–{max(verdict.rounds):.2f}]"
-    if goal.is_ratio:
-        figure += f" × {than}"
-    return f"  {mark} {subject}: {figure}{aim}"
+        figure += f" [{min(verdict.rounds):.{digits}f}–{max(verdict.rounds):.{digits}f}]"
+    if goal.is_relative:
+        figure += f" × {than}" if goal.by == "ratio" else f" more than {than}"
+    return f"{mark} {subject}: {figure}{aim}"
 
 
 def check_writable(file: Path) -> None:

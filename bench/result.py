@@ -25,13 +25,26 @@ MEASURES = {
     for measure in (
         Measure("cpu_us", "CPU µs/request", 2),
         Measure("rate", "requests/s", 0, "more"),
-        Measure("mean_ms", "mean ms", 2),
-        Measure("p99_ms", "p99 ms", 2),
+        Measure("mib_s", "MiB/s", 1, "more"),
+        Measure("least_ms", "min ms", 3),
+        Measure("mean_ms", "mean ms", 3),
+        Measure("deviation_ms", "± ms", 3),
+        Measure("deviation_percent", "± %", 1),
+        Measure("p50_ms", "p50 ms", 3),
+        Measure("p99_ms", "p99 ms", 3),
         Measure("max_ms", "max ms", 1),
+        Measure("p50_ms", "p50 ms", 2),
+        Measure("sync_rate", "fsyncs/s", 0, "more"),
+        Measure("per_sync", "× one fsync each", 1, "more"),
+        Measure("start_ms", "start ms", 0),
         Measure("load", "server busy %", 0, "more"),
+        Measure("client", "client busy %", 0),
         Measure("rss_mib", "RSS MiB", 1),
         Measure("coded_bytes", "bytes", 0),
         Measure("connection_kib", "KiB/connection", 2),
+        Measure("jobs", "jobs", 0, "more"),
+        Measure("growth", "growth %", 1),
+        Measure("rss_growth", "RSS growth %", 1),
     )
 }
 
@@ -50,6 +63,8 @@ class Result:
     measures: dict[str, tuple[float, ...]] = field(default_factory=dict)
     # Why it was skipped or how it failed.
     note: str = ""
+    # The requests/s that others have measured of it, on a machine of theirs.
+    published: float | None = None
 
     def median(self, measure: str) -> float | None:
         values = self.measures.get(measure)
@@ -58,7 +73,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A bound on a variant's measure: on its ratio to `rival` (in `case`, where that is another), or on itself."""
+    """A bound on a variant's measure: beside that of `rival` (in `case`, where that is another), or on itself."""
 
     variant: str
     measure: str
@@ -67,9 +82,11 @@ class Goal:
     value: float | None
     rival: str = ""
     case: str = ""
+    # How the two are compared: by what one is of the other, or by what it has more.
+    by: Literal["ratio", "difference"] = "ratio"
 
     @property
-    def is_ratio(self) -> bool:
+    def is_relative(self) -> bool:
         return bool(self.rival or self.case)
 
 
@@ -89,14 +106,17 @@ class Verdict:
 def judge(goal: Goal, result: Result, results: Iterable[Result]) -> Verdict:
     """Hold a goal against the medians of the same run."""
     figure, rounds = result.median(goal.measure), result.measures.get(goal.measure, ())
-    if goal.is_ratio:
+    if goal.is_relative:
         case, variant = goal.case or result.case, goal.rival or result.variant
         rival = find(results, result.suite, case, variant)
         base = rival.median(goal.measure) if rival else None
         if figure is None or rival is None or not base:
             return Verdict(goal)
-        figure = figure / base
-        rounds = tuple(ours / theirs for ours, theirs in zip(rounds, rival.measures[goal.measure], strict=False))
+        pairs = zip(rounds, rival.measures[goal.measure], strict=False)
+        if goal.by == "ratio":
+            figure, rounds = figure / base, tuple(ours / theirs for ours, theirs in pairs)
+        else:
+            figure, rounds = figure - base, tuple(ours - theirs for ours, theirs in pairs)
     if figure is None:
         return Verdict(goal)
     met = None

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench import variants
 from bench.exchange import Ask
 from bench.result import Outcome, Result
 from bench.serving import BenchError, Cores, Server, share_cores
-from bench.variants import Case, Site, Variant
+from bench.site import Site, Variant, find_missing
+from bench.variants import Case
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,16 @@ class _Trial:
 
     def start(self) -> None:
         case, variant = self.subject.case, self.subject.variant
-        if missing := variants.find_missing(variant.program, *case.load.programs):
+        if missing := find_missing(variant.program, *case.load.programs) or variant.lacks():
             self._outcome, self._note = "skipped", missing
             return
         launch = variant.launch(self._site, case.content, case.processes)
         self._server = Server(variant.name, launch, self._cores, _find_log(self._site.folder))
-        self._asks = [variant.ask(self._site, case.content, address) for address in self._server.addresses]
+        if case.load.walks:
+            address = self._server.addresses[0]
+            self._asks = [ask for walk in case.load.walks for ask in variant.ask_for(self._site, walk, address)]
+        else:
+            self._asks = [variant.ask(self._site, case.content, address) for address in self._server.addresses]
 
     def run(self, seconds: float) -> None:
         if self._server is None or len(self._figures) == self.subject.case.load.most_rounds:
@@ -90,7 +94,8 @@ class _Trial:
         if self._outcome == "measured":
             measures = {name: tuple(figure[name] for figure in self._figures) for name in self._figures[0]}
         suite, case, variant = self.subject.suite, self.subject.case.name, self.subject.variant
-        return Result(suite, case, variant.name, variant.ours, self._outcome, measures, self._note)
+        published = self.subject.case.published_rates.get(variant.name)
+        return Result(suite, case, variant.name, variant.ours, self._outcome, measures, self._note, published)
 
 
 def _find_log(folder: Path) -> Path:

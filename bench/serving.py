@@ -1,7 +1,7 @@
 """Servers to be measured: each in a fresh process, on cores of its own, and what the kernel says it cost.
 
 CPU time is read from the clock that the kernel keeps for every process: nanoseconds, all threads, also those that
-have ended. The ticks of /proc/PID/stat are a hundred thousand requests wide.
+have ended. The ticks of /proc/PID/stat are a thousand requests wide, and serve only for children that have ended.
 """
 
 import contextlib
@@ -27,10 +27,14 @@ class BenchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a server is started, and where it answers: an address for each client that is to load it."""
+    """How a server is started, and where it answers: an address for each client that is to load it.
+
+    One that `loops` speaks no HTTP: it does the work by itself, for as long as it is told at each of its addresses.
+    """
 
     commands: tuple[tuple[str, ...], ...]
     addresses: tuple[Address, ...]
+    loops: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,8 @@ class Server:
     """A launched server; it accepts connections when made. Ended by `stop`, which every caller owes it."""
 
     def __init__(self, name: str, launch: Launch, cores: Cores, log: Path) -> None:
-        self.name, self.addresses, self._log = name, launch.addresses, log
+        self.name, self.addresses, self.loops, self._log = name, launch.addresses, launch.loops, log
+        self.commands = launch.commands
         self._started: list[subprocess.Popen[bytes]] = []
         try:
             with log.open("ab") as output:
@@ -107,12 +112,20 @@ class Server:
                 raise BenchError(f"{self.name} ended with status {process.returncode}: {' '.join(said)}")
 
     def cpu_s(self) -> dict[int, float]:
-        """CPU seconds so far of each of its processes, children too."""
-        return {pid: seconds for pid in self._processes() if (seconds := _read_cpu_s(pid)) is not None}
+        """CPU seconds so far of each of its processes, children too; those that have ended count with their parents."""
+        return {
+            pid: seconds + _read_ended_cpu_s(pid)
+            for pid in self._processes()
+            if (seconds := read_cpu_s(pid)) is not None
+        }
 
     def rss_bytes(self, pids: Sequence[int] | None = None) -> int:
         """What these processes of it, or all, hold in memory."""
         return sum(_read_rss_bytes(pid) for pid in (self._processes() if pids is None else pids))
+
+    def own_bytes(self) -> int:
+        """What of that is nobody else's: without what is mapped from files, such as libraries and the store."""
+        return sum(_read_rss_bytes(pid, own=True) for pid in self._processes())
 
     def _processes(self) -> list[int]:
         found, fresh = [], [process.pid for process in self._started]
@@ -137,7 +150,8 @@ class Server:
             process.wait()
 
 
-def _read_cpu_s(pid: int) -> float | None:
+def read_cpu_s(pid: int) -> float | None:
+    """CPU seconds of a process so far; None when there is none."""
     # CPUCLOCK_SCHED of another process, as clock_getcpuclockid(3) spells it.
     try:
         return time.clock_gettime((~pid << 3) | 2)
@@ -145,9 +159,18 @@ def _read_cpu_s(pid: int) -> float | None:
         return None
 
 
-def _read_rss_bytes(pid: int) -> int:
+def _read_ended_cpu_s(pid: int) -> float:
+    """Of its children that have ended, and theirs: cutime and cstime of proc_pid_stat(5)."""
     try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
+
+
+def _read_rss_bytes(pid: int, *, own: bool = False) -> int:
+    try:
+        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
     except OSError:
         return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return (resident - shared if own else resident) * os.sysconf("SC_PAGE_SIZE")

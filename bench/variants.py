@@ -1,87 +1,46 @@
 """THE table: what is measured (suites of cases), on which servers (variants), and what is aimed at (goals).
 
-A new row is a Case; a new server is a Variant with a command and, for each content it can serve, a path.
+A new row is a Case; a new server is a Variant with a command and, for each content it can serve, a path, or for what
+has to be made its requests (makers.py has those of ours).
 """
 
 import hashlib
-import http.client
 import itertools
 import os
-import shutil
 import string
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench import corpus, serving
+from bench import corpus, echoes, keyvalue, serving
 from bench.exchange import Ask, exchange
 from bench.load import Idle, KeepAlive, Load, NewConnections
+from bench.makers import (
+    BARE,
+    BY_SCRIPT,
+    BY_TABLE,
+    ENDLESS,
+    ENDLESS_ON_JEMALLOC,
+    PLAIN,
+    PLANS,
+    REDUCED,
+    SHORT_QUEUE,
+    SOAKED,
+    TYPED,
+    UNREDUCED,
+    upload,
+)
+from bench.making import Making, Paced
 from bench.result import Goal
 from bench.serving import Address, BenchError, Launch, Server
+from bench.site import FILE_NAMES, Content, Site, Variant
+from bench.soak import Soak
+from bench.work import Picture, Walk, make_walk
 
 _RIVALS = Path(__file__).parent / "rivals"
 # What common limits allow for (ulimit -Hn).
 _FILES = 20_000
-
-
-class Content(StrEnum):
-    """What is served."""
-
-    TINY = "tiny"
-    RENDITION = "rendition"
-    ORIGINAL = "original"
-    UNCHANGED = "unchanged"  # a 304 to a GET of the rendition
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """A store with a photo in it, and the same bytes as plain files, to serve."""
-
-    folder: Path
-    # Where uvimg has each content, and what it answers there.
-    paths: dict[Content, str]
-    bodies: dict[Content, bytes]
-    etag: str
-
-
-_FILE_NAMES = {
-    Content.TINY: "tiny.html",
-    Content.RENDITION: "rendition.jpg",
-    Content.ORIGINAL: "original.jpg",
-    Content.UNCHANGED: "rendition.jpg",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One server: how it is started for a content and a number of processes, and where it has the content."""
-
-    name: str
-    ours: bool
-    launch: Callable[[Site, Content, int], Launch]
-    # A program that has to be installed.
-    program: str = ""
-    # It answers the same to everything, also where a server would have to look first.
-    blind: bool = False
-    # Where it has all contents, whatever they are, if neither we nor the site made them.
-    path: str = ""
-
-    def ask(self, site: Site, content: Content, address: Address) -> Ask:
-        """The request for a content, with the answer that it must have."""
-        if self.path:
-            return Ask(self.path, 200, None)
-        path = site.paths[content] if self.ours else f"/{_FILE_NAMES[content]}"
-        kind = ("Content-Type", "text/html" if content is Content.TINY else "image/jpeg")
-        if content is not Content.UNCHANGED:
-            return Ask(path, 200, site.bodies[content], expected=(kind,))
-        etag = site.etag
-        if not self.blind:
-            etag = exchange(address, Ask(path, 200, b"")).fields.get("etag", "")
-            if not etag:
-                raise BenchError(f"{self.name} gives {path} no ETag")
-        return Ask(path, 304, b"", (("If-None-Match", etag),), (("ETag", etag),))
 
 
 def _uvimg(front_end: str, loop: str = "uvloop") -> Variant:
@@ -150,8 +109,20 @@ def _launch_nginx(site: Site, content: Content, processes: int) -> Launch:
 
 
 def running_already(name: str, address: Address, path: str) -> Variant:
-    """A server that somebody else has started."""
-    return Variant(name, False, lambda site, content, processes: Launch((), (address,) * processes), path=path)
+    """A server that somebody else has started. {w}, {h} and {q} in its path are filled in where there is a walk."""
+
+    def ask_for(site: Site, walk: Walk, address: Address) -> list[Ask]:
+        filled = [path.replace("{w}", str(task.width)).replace("{h}", str(task.height)) for task in walk.tasks]
+        is_told = "{w}" in path and "{h}" in path
+        return [
+            Ask(each.replace("{q}", str(task.quality)), 200, None, task=task if is_told else None)
+            for each, task in zip(filled, walk.tasks, strict=True)
+        ]
+
+    def launch(site: Site, content: Content, processes: int) -> Launch:
+        return Launch((), (address,) * processes)
+
+    return Variant(name, False, launch, path=path, ask_for=ask_for)
 
 
 TRANSPORT, STREAMS, AIOHTTP = _uvimg("transport"), _uvimg("streams"), _uvimg("aiohttp")
@@ -160,13 +131,14 @@ NGINX = Variant("nginx", False, _launch_nginx, program="nginx")
 BARE_AIOHTTP = Variant("aiohttp web.Server", False, _launch_bare_aiohttp)
 LIMIT, LIMIT_ON_ASYNCIO = _limit("uvloop"), _limit("asyncio")
 
-# Program → the Debian package that has it.
-PACKAGES = {"nginx": "nginx", "wrk": "wrk", "ab": "apache2-utils", "taskset": "util-linux", "ss": "iproute2"}
-
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of a suite: a load on a content, and who is put under it."""
+    """One row of a suite: a load on a content, and who is put under it.
+
+    `processes` are those of a server, or the workers of what makes renditions; the cores that they leave are the
+    load's.
+    """
 
     name: str
     content: Content
@@ -174,8 +146,9 @@ class Case:
     variants: tuple[Variant, ...]
     goals: tuple[Goal, ...] = ()
     processes: int = 1
-    # What others have measured, with the machine.
+    # What others have measured, with the machine, and the requests/s that they give for a variant.
     published: str = ""
+    published_rates: dict[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +245,11 @@ def _tell_published(connections: int) -> str:
     return f"2013, Xeon E3-1230 V2, ab: zimg {zimg:,}, nginx {nginx:,} requests/s ({zimg / nginx:.2f} × nginx)"
 
 
+def _rate_published(connections: int) -> dict[str, float]:
+    """zimg's place is ours."""
+    return dict(zip((TRANSPORT.name, NGINX.name), _PUBLISHED_2013[connections], strict=True))
+
+
 def _keep_alive(connections: int, goals: tuple[Goal, ...] = (), processes: int = 1) -> Case:
     return Case(
         _name_keep_alive(connections, processes),
@@ -281,6 +259,7 @@ def _keep_alive(connections: int, goals: tuple[Goal, ...] = (), processes: int =
         (*goals, *(_cpu(variant, None, NGINX) for variant in _OURS)),
         processes,
         _tell_published(connections),
+        _rate_published(connections),
     )
 
 
@@ -304,6 +283,7 @@ def _new_connections(connections: int, ours: tuple[Variant, ...] = (TRANSPORT,),
         ),
         processes,
         _tell_published(connections),
+        _rate_published(connections),
     )
 
 
@@ -337,7 +317,169 @@ _CONNECTIONS = Suite(
     ),
 )
 
-SUITES = {suite.name: suite for suite in (_HELLO, _STATIC, _CONNECTIONS)}
+# What has to be made
+
+# As many as cores, so server, workers and load share the machine.
+_WORKERS = len(os.sched_getaffinity(0))
+_THUMBNAIL = make_walk(Picture.SMALL, 100, 6, gray=True)
+_AVIF = make_walk(Picture.PHOTO, 800, 10, "inside", format="avif")
+
+# Requests/s of zimg 2.2, zimg 3.0 and a Lua type in the latter, with `wrk -cN -t8 -d30s` on a Xeon E3-1230 V2.
+_PUBLISHED_MADE = {
+    10: (73.85, 1346.82, 1316.37),
+    50: (74.88, 1343.75, 1305.69),
+    100: (74.98, 1322.64, 1319.99),
+    300: (75.04, 1328.88, 1324.93),
+    500: (75.53, 1342.05, 1321.39),
+}
+
+
+def _tell_published_made(connections: int) -> str:
+    old, new, script = _PUBLISHED_MADE[connections]
+    return (
+        f"Xeon E3-1230 V2, 8 threads, wrk: zimg 2.2 {old:.0f}, 3.0 {new:.0f} ({new / old:.1f} × 2.2), "
+        f"3.0 by a Lua type {script:.0f} requests/s ({script / new:.2f} × 3.0)"
+    )
+
+
+def _rate(variant: Variant, at_least: float | None, rival: Variant | None = None, case: str = "") -> Goal:
+    return Goal(variant.name, "rate", "at least", at_least, rival.name if rival else "", case)
+
+
+def _name_thumbnail(connections: int) -> str:
+    return f"640 × 856 → 100 × 100 gray, {connections} connections"
+
+
+def _thumbnail(connections: int) -> Case:
+    # Loops have no connections: they and what is held against them alone stand in one of the rows.
+    with_loops = connections == 100
+    case = "" if with_loops else _name_thumbnail(100)
+    goals = [_rate(PLAIN, 2.0, BARE, case), _cpu(PLAIN, None, BARE, case)]
+    if with_loops:
+        goals.append(Goal(PLAIN.name, "cpu_us", "at most", 250.0, PLANS.name, by="difference"))
+    if connections != 10:
+        goals += [_rate(PLAIN, 0.95, case=_name_thumbnail(10)), _cpu(PLAIN, None, case=_name_thumbnail(10))]
+    if connections == 500:
+        goals.append(Goal(PLAIN.name, "rate", "at most", 1.05, case=_name_thumbnail(10)))
+    return Case(
+        _name_thumbnail(connections),
+        Content.MADE,
+        Making(connections, _THUMBNAIL),
+        (PLAIN, PLANS, BARE) if with_loops else (PLAIN,),
+        tuple(goals),
+        _WORKERS,
+        _tell_published_made(connections),
+    )
+
+
+def _photo(name: str, walk: Walk, with_intermediates: float | None) -> Case:
+    return Case(
+        f"photo of 2725 × 2225 → {name}",
+        Content.MADE,
+        Making(32, walk),
+        (UNREDUCED, REDUCED, BARE),
+        (
+            *(_rate(UNREDUCED, 0.9, BARE), _cpu(UNREDUCED, None, BARE)),
+            *(_rate(REDUCED, with_intermediates, BARE), _cpu(REDUCED, None, BARE)),
+        ),
+        _WORKERS,
+    )
+
+
+def _typed(connections: int) -> Case:
+    return Case(
+        f"640 × 856 → 100 × 100 gray by t=, {connections} connections",
+        Content.MADE,
+        Making(connections, TYPED),
+        (PLAIN, BY_SCRIPT, BY_TABLE),
+        (
+            _rate(BY_SCRIPT, 0.90, PLAIN),
+            _cpu(BY_SCRIPT, None, PLAIN),
+            _rate(BY_TABLE, 0.98, PLAIN),
+            _cpu(BY_TABLE, None, PLAIN),
+        ),
+        _WORKERS,
+        _tell_published_made(connections),
+    )
+
+
+_SCRIPT = Suite(
+    "script",
+    "The same renditions by a type's name (t=), which a script in Lua or a table of the settings makes",
+    tuple((_typed(connections),) for connections in _PUBLISHED_MADE),
+)
+
+_ALONE = "latency of a tiny job, alone"
+_RESIZE = Suite(
+    "resize",
+    "Renditions that have to be made, all different, beside the same work in a bare loop of libvips",
+    (
+        tuple(_thumbnail(connections) for connections in _PUBLISHED_MADE),
+        (_photo("100 × 100 cover", make_walk(Picture.PHOTO, 100, 6), 2.2),),
+        (_photo("400 fit", make_walk(Picture.PHOTO, 400, 20, "inside"), 1.5),),
+        (_photo("800 fit", make_walk(Picture.PHOTO, 800, 20, "inside"), None),),
+        (
+            Case(_ALONE, Content.MADE, Paced(60.0, _THUMBNAIL), (SHORT_QUEUE,), (), _WORKERS),
+            Case(
+                "the same while AVIF is made, as much as is taken",
+                Content.MADE,
+                Paced(60.0, _THUMBNAIL, _AVIF, 40),
+                (SHORT_QUEUE,),
+                (Goal(SHORT_QUEUE.name, "p99_ms", "at most", 3.0, case=_ALONE),),
+                _WORKERS,
+            ),
+        ),
+    ),
+)
+
+
+def _soak(name: str, variant: Variant) -> Case:
+    growth = Goal(variant.name, "growth", "at most", 10.0), Goal(variant.name, "rss_growth", "at most", None)
+    return Case(f"100,000 mixed jobs, {name}", Content.MADE, Soak(100_000), (variant,), growth, _WORKERS)
+
+
+_MEMORY = Suite(
+    "memory",
+    "What server and workers hold after very many jobs of all kinds; --quick does fewer",
+    (
+        (_soak("as it is installed", SOAKED),),
+        (_soak("no worker replaced", ENDLESS),),
+        (_soak("no worker replaced, on jemalloc", ENDLESS_ON_JEMALLOC),),
+    ),
+)
+
+_KV = Suite(
+    "kv",
+    "Values under keys: the published load, a mixed one, durable writes, very many keys",
+    tuple(
+        tuple(
+            Case(name, Content.VALUE, load, servers, goals, published=published)
+            for name, load, servers, goals, published in rows
+        )
+        for rows in keyvalue.ROWS
+    ),
+)
+
+_ECHO = Suite(
+    "echo",
+    "Raw TCP: messages that come back as they are, on 10 connections",
+    tuple(
+        (
+            Case(
+                f"{kib} KiB",
+                Content.MESSAGES,
+                echoes.Messages(kib * 1024),
+                echoes.VARIANTS,
+                echoes.make_goals(kib),
+                published=echoes.PUBLISHED_ON,
+                published_rates=echoes.tell_published(kib),
+            ),
+        )
+        for kib in echoes.SIZES_KIB
+    ),
+)
+
+SUITES = {suite.name: suite for suite in (_ECHO, _HELLO, _STATIC, _CONNECTIONS, _RESIZE, _SCRIPT, _MEMORY, _KV)}
 
 
 def make_site(folder: Path) -> Site:
@@ -354,7 +496,7 @@ def make_site(folder: Path) -> Site:
     server = Server("uvimg", launch, serving.share_cores(1), folder / "log")
     try:
         address = server.addresses[0]
-        _upload(address, photo)
+        upload(address, photo)
         replies = {content: exchange(address, Ask(path, 200, b"")) for content, path in paths.items()}
     finally:
         server.stop()
@@ -362,26 +504,7 @@ def make_site(folder: Path) -> Site:
     if bodies[Content.ORIGINAL] != photo or bodies[Content.RENDITION][:3] != b"\xff\xd8\xff":
         raise BenchError("uvimg does not give back what was uploaded: there is nothing to measure with")
     (folder / "www").mkdir()
-    for content, name in _FILE_NAMES.items():
+    for content, name in FILE_NAMES.items():
         (folder / "www" / name).write_bytes(bodies[content])
     bodies[Content.UNCHANGED] = b""
     return Site(folder, paths, bodies, replies[Content.RENDITION].fields["etag"])
-
-
-def _upload(address: Address, data: bytes) -> None:
-    connection = http.client.HTTPConnection(*address, timeout=30)
-    connection.request("POST", "/images", data, {"Content-Type": "image/jpeg"})
-    status = connection.getresponse().status
-    connection.close()
-    if status != 201:
-        raise BenchError(f"uvimg answers an upload with {status}")
-
-
-def find_missing(*programs: str) -> str:
-    """How to install the first of the programs that is not there; "" when all are."""
-    for program in programs:
-        if program and not shutil.which(program):
-            return (
-                f"{program} is not installed: scripts/bench-rivals, or apt-get install {PACKAGES.get(program, program)}"
-            )
-    return ""

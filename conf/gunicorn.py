@@ -60,8 +60,15 @@ def on_exit(server):
     shutil.rmtree(getattr(server, "uvimg_metrics_dir", ""), ignore_errors=True)
 
 
+def pre_fork(server, worker):
+    """In the master: the place of a new worker among its siblings. An empty one, else who was there longest goes."""
+    # Not by its age: who replaces one that died would have another's share. During a reload a place has two.
+    filled = {older.uvimg_place: older.age for older in sorted(server.WORKERS.values(), key=lambda older: older.age)}
+    worker.uvimg_place = min(range(server.num_workers), key=lambda place: filled.get(place, 0))
+
+
 def post_fork(server, worker):
     """In each worker, before it starts: its share of the image workers, which all together are one for each core."""
     total, siblings = _settings.workers or _cores, server.num_workers
-    share = total // siblings + (worker.age % siblings < total % siblings)
+    share = total // siblings + (worker.uvimg_place < total % siblings)
     os.environ["UVIMG_WORKERS"] = str(max(1, share))

@@ -3,18 +3,28 @@
 import json
 import os
 import shutil
+import socket
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from bench import report, serving, variants
+from bench import corpus, makers, report, serving, variants
 from bench.__main__ import main
 from bench.exchange import Ask
-from bench.load import KeepAlive, Variety, parse_ab, parse_wrk, write_script
+from bench.generators import Count, parse_ab, parse_wrk
+from bench.load import KeepAlive, Variety, write_script
+from bench.making import Making, Paced, check_made, count_answers
+from bench.pace import pace
 from bench.result import Goal, Result, compare, judge, spread
 from bench.serving import BenchError, Launch
-from bench.variants import Case, Content, Site, Suite, Variant
+from bench.site import Content, Site, Variant, find_missing
+from bench.soak import measure_growth
+from bench.variants import Case, Suite
+from bench.work import Picture, Task, check_picture, make_walk
 
 WRK_TEXT = """Running 60m test @ http://127.0.0.1:4869/echo
   1 threads and 100 connections
@@ -54,6 +64,12 @@ Percentage of the requests served within a certain time (ms)
 """
 
 
+# In CI they have to be there.
+needs_wrk = pytest.mark.skipif(
+    not (shutil.which("wrk") and shutil.which("ss")) and "CI" not in os.environ, reason="wrk or ss is not installed"
+)
+
+
 def make_result(
     variant: str, cpu_us: tuple[float, ...], *, ours: bool, case: str = "tiny", rate: float = 1.0
 ) -> Result:
@@ -91,6 +107,110 @@ def test_only_the_script_of_a_warm_up_looks_at_answers() -> None:
     assert '"/a?w=1&n="' in write_script(ask, "never the same")
 
 
+# Renditions
+
+
+def test_of_every_walk_no_two_tasks_are_equal_and_more_than_can_be_in_flight() -> None:
+    loads = [case.load for suite in variants.SUITES.values() for case in suite.cases]
+    for load in loads:
+        for walk in load.walks if isinstance(load, Making) else ():
+            assert len(set(walk.tasks)) == len(walk.tasks)
+            # Those that are measured with more have copies of the picture too.
+            assert len(walk.tasks) > min(load.connections, 400)
+
+
+def test_a_rendition_of_another_size_colour_or_format_is_none() -> None:
+    cover = Task(Picture.SMALL, 101, 99, 75, gray=True)
+    gray = corpus.photo(101, 99).colourspace("b-w")
+    check_picture(corpus.jpeg(gray), cover)
+    for wrong in (
+        corpus.jpeg(corpus.photo(101, 99)),
+        corpus.jpeg(gray.crop(0, 0, 100, 99)),
+        bytes(gray.pngsave_buffer()),
+        corpus.jpeg(gray)[:-1000],
+        b"yes",
+    ):
+        with pytest.raises(BenchError, match="rendition"):
+            check_picture(wrong, cover)
+    # 640 × 856 fits 300 × 300 as 224.3 × 300: what rounds otherwise is right too.
+    for width in (224, 225):
+        check_picture(corpus.jpeg(corpus.photo(width, 300)), Task(Picture.SMALL, 300, 300, 75, "inside"))
+
+
+def test_answers_of_many_lengths_are_counted_by_their_mean() -> None:
+    whole = Count(1_000, 10.0, 3_000_000, 0)
+    assert count_answers(whole, 600_000) == 200.0
+    with pytest.raises(BenchError, match="no answer"):
+        count_answers(whole, 0)
+
+
+def test_answers_that_came_without_work_fail_the_round() -> None:
+    before = {'{app="images",kind="made"}': 5.0, '{app="images",kind="shared"}': 3.0}
+    check_made({}, {})
+    check_made(before, {'{app="images",kind="made"}': 105.0, '{app="images",kind="shared"}': 4.0})
+    with pytest.raises(BenchError, match="without work"):
+        check_made(before, {'{app="images",kind="made"}': 105.0, '{app="images",kind="shared"}': 13.0})
+
+
+def test_a_client_that_keeps_its_pace_counts_from_when_a_request_was_due() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(33) as threads:
+        turn = threading.Lock()
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                while connection.recv(4096):
+                    with turn:
+                        # A server that takes this long for each, one after the other.
+                        time.sleep(0.02)
+                    connection.sendall(GOOD.encode())
+
+        for _ in range(32):
+            threads.submit(answer)
+        took_ms, wrong = pace(listener.getsockname(), ["/"], 100.0, 0.3)
+    assert (len(took_ms), wrong) == (30, {})
+    # Thirty at twice the rate that it can keep: the last waits for half of them.
+    assert max(took_ms) > 200 > 20 <= min(took_ms)
+
+
+@needs_wrk
+def test_latency_beside_a_lane_that_turned_nobody_away_is_none(tmp_path: Path) -> None:
+    walk = make_walk(Picture.SMALL, 100, 0)
+    asks = [Ask("/", 200, None)] * 2 * len(walk.tasks)
+    patient = serve(make_variant("patient"), tmp_path)
+    try:
+        with pytest.raises(BenchError, match="their lane was not full"):
+            Paced(50.0, walk, walk, 4).run(patient, asks, serving.share_cores(1), 0.2)
+    finally:
+        patient.stop()
+
+
+def test_a_client_that_keeps_its_pace_tells_what_was_not_answered_rightly(tmp_path: Path) -> None:
+    full = serve(make_variant("full", 3, FAULT), tmp_path)
+    try:
+        took_ms, wrong = pace(full.addresses[0], ["/"], 200.0, 0.15)
+    finally:
+        full.stop()
+    assert (len(took_ms), wrong) == (20, {"status 500": 10})
+
+
+def test_what_a_child_spent_that_has_ended_counts_with_its_parent(tmp_path: Path) -> None:
+    child = "import time\nwhile time.process_time() < 0.2: pass"
+    run = f"subprocess.run([sys.executable, '-c', {child!r}])"
+    parent = f"import subprocess, sys, time; {run}; print('done'); time.sleep(60)"
+    log = tmp_path / "log"
+    launch = Launch(((sys.executable, "-uc", parent),), ())
+    server = serving.Server("a parent", launch, serving.share_cores(1), log)
+    try:
+        deadline = time.monotonic() + 20
+        while "done" not in log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert sum(server.cpu_s().values()) >= 0.2
+    finally:
+        server.stop()
+
+
 # Judging
 
 
@@ -115,6 +235,25 @@ def test_a_goal_is_held_against_the_medians_of_the_same_run() -> None:
     assert judge(Goal("ours", "cpu_us", "at most", 10.0), ours, results).figure == 9.0
     absent = judge(Goal("ours", "cpu_us", "at most", 1.3, "the limit"), ours, results)
     assert (absent.figure, absent.is_met) == (None, None)
+
+
+def test_a_goal_may_bound_what_one_costs_more_than_the_other() -> None:
+    ours = make_result("ours", (900.0, 1000.0, 1100.0), ours=True)
+    results = [ours, make_result("the plans alone", (800.0, 700.0, 900.0), ours=False)]
+    goal = Goal("ours", "cpu_us", "at most", 250.0, "the plans alone", by="difference")
+    verdict = judge(goal, ours, results)
+    assert (verdict.figure, verdict.is_met, verdict.rounds) == (200.0, True, (100.0, 300.0, 200.0))
+    told = report.format_case("hello", "tiny", results, [goal])
+    assert "✓ ours, CPU µs/request: 200.00 [100.00–300.00] more than the plans alone (aim ≤ 250)" in told
+
+
+def test_growth_is_from_the_second_tenth_of_the_jobs_to_the_last() -> None:
+    filling = [(float(jobs), 50 * min(jobs, 10)) for jobs in range(101)]
+    assert measure_growth(filling) == 0.0
+    leaking = [(float(jobs), 1000 + 10 * jobs) for jobs in range(101)]
+    assert measure_growth(leaking) == pytest.approx((1950 / 1150 - 1) * 100)
+    with pytest.raises(BenchError, match="too few jobs"):
+        measure_growth([(0.0, 1000), (100.0, 1000)])
 
 
 def test_a_comparison_takes_out_what_the_machine_did_and_knows_its_noise() -> None:
@@ -172,6 +311,11 @@ def make_variant(name: str, every: int = 0, bad: str = "", program: str = "") ->
     return Variant(name, True, launch, program)
 
 
+def serve(variant: Variant, folder: Path) -> serving.Server:
+    launch = variant.launch(Site(folder, {}, {}, ""), Content.TINY, 1)
+    return serving.Server(variant.name, launch, serving.share_cores(1), folder / "log")
+
+
 def run(*servers: Variant, variety: Variety = "same", arguments: tuple[str, ...] = ()) -> int:
     case = Case(
         "a case", Content.TINY, KeepAlive(4, variety), servers, (Goal("right", "cpu_us", "at most", 1.0, "right"),)
@@ -182,12 +326,6 @@ def run(*servers: Variant, variety: Variety = "same", arguments: tuple[str, ...]
         return Site(folder, {Content.TINY: "/"}, {Content.TINY: b"yes"}, "")
 
     return main(["planted", "--seconds=0.3", "--rounds=1", *arguments], suites, make_site)
-
-
-# In CI they have to be there.
-needs_wrk = pytest.mark.skipif(
-    not (shutil.which("wrk") and shutil.which("ss")) and "CI" not in os.environ, reason="wrk or ss is not installed"
-)
 
 
 @needs_wrk
@@ -219,6 +357,34 @@ def test_a_slow_down_since_an_older_run_is_the_exit_status(tmp_path: Path, capsy
         assert ("SLOWER" in capsys.readouterr().out) is bool(status)
 
 
+@needs_wrk
+def test_renditions_are_made_by_servers_and_loops_and_whoever_makes_none_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    walk = make_walk(Picture.SMALL, 100, 2, gray=True)
+    goals = (Goal("uvimg", "cpu_us", "at most", None, "the plans alone"),)
+    made = Case("made", Content.MADE, Making(4, walk), (makers.PLAIN, makers.BARE, makers.PLANS), goals)
+    paced = Case("paced", Content.MADE, Paced(50.0, walk), (makers.PLAIN,))
+    suites = {"planted": Suite("planted", "A test", ((made, paced),))}
+    lazy = serve(make_variant("lazy"), tmp_path)
+    arguments = ["planted", "--seconds=0.5", "--rounds=1", f"--json={tmp_path / 'now.json'}"]
+    arguments.append(f"--against=lazy=http://127.0.0.1:{lazy.addresses[0][1]}/?w={{w}}&h={{h}}")
+    try:
+        assert main(arguments, suites, lambda folder: Site(folder, {}, {}, "")) == 1
+    finally:
+        lazy.stop()
+    told = capsys.readouterr()
+    assert "lazy: FAILED, a rendition cannot be decoded" in told.out
+    assert "FAILED: 2" in told.err
+    assert "· uvimg, CPU µs/request: " in told.out
+    measures = {
+        (result.case, result.variant): set(result.measures) for result in report.read_json(tmp_path / "now.json")
+    }
+    assert measures["made", "uvimg"] >= {"cpu_us", "rate", "client", "p99_ms", "rss_mib"}
+    assert measures["made", "bare libvips"] == measures["made", "the plans alone"] >= {"cpu_us", "rate", "rss_mib"}
+    assert measures["paced", "uvimg"] == {"mean_ms", "p99_ms", "max_ms"}
+
+
 def test_what_is_asked_wrongly_is_one_readable_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (
         ["hell"],
@@ -248,5 +414,5 @@ def test_the_list_names_every_suite_and_what_is_missing_says_how_to_get_it(
     told = capsys.readouterr().out
     assert all(f"{name}: " in told for name in variants.SUITES)
     monkeypatch.setenv("PATH", "")
-    assert variants.find_missing("ab").endswith("apt-get install apache2-utils")
-    assert json.dumps(variants.find_missing("")) == '""'
+    assert find_missing("ab").endswith("apt-get install apache2-utils")
+    assert json.dumps(find_missing("")) == '""'

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,3 +90,34 @@ def test_idle_connections_are_closed_after_the_last_call_and_work_goes_on(start:
         assert statuses(receive_all(working)) == [200]
         assert len(receive_all(reading)) > 9_000_000
     assert wire.process.wait(10) == 0
+
+
+def test_what_comes_just_when_the_last_call_ends_is_answered_and_what_comes_behind_it_meets_no_reset(
+    start: Callable[..., Wire],
+) -> None:
+    wire = start({"LAST_CALL_S": 0.3, "LINGER_S": 1}, grace_s=30)
+    connections = [wire.connect() for _ in range(8)]
+    with wire.connect() as idle, wire.connect() as fresh:
+        for connection in (*connections, idle):
+            assert statuses(ask(connection, "/now/1")) == [200]
+        wire.process.terminate()
+        wait_until(lambda: refuses(wire))
+        os.kill(wire.process.pid, signal.SIGSTOP)
+        # It wakes up behind the last call, and finds requests that it has not read yet.
+        over = time.monotonic() + 0.4
+        for connection in connections:
+            connection.sendall(get("/now/2"))
+        wait_until(lambda: time.monotonic() > over)
+        os.kill(wire.process.pid, signal.SIGCONT)
+        for connection in connections:
+            answer = receive_all(connection)
+            assert answer.endswith(b"x /now/2")
+            assert b"connection: close" in answer.lower()
+            connection.close()
+        for connection in (idle, fresh):
+            assert connection.recv(1, socket.MSG_PEEK) == b""
+            # As if they had crossed it on their way.
+            for _ in range(3):
+                connection.sendall(get("/now/2"))
+        assert wire.process.wait(10) == 0
+        assert receive_all(idle) == receive_all(fresh) == b""

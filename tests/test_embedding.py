@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import ClientSession, FormData, web
+from yarl import URL
 
 import uvimg.web.aiohttp
 from tests.conftest import make_photo
@@ -206,3 +207,22 @@ def test_the_readmes_example_runs(tmp_path: Path) -> None:
         process.terminate()
         assert process.wait(20) == 0
     assert (tmp_path / "pictures").is_dir()
+
+
+@pytest.mark.parametrize(("prefix", "apps"), [("", ("kv",)), ("/a/b", ("kv",)), ("/pictures", ("images", "kv"))])
+async def test_values_are_there_under_any_prefix(tmp_path: Path, prefix: str, apps: tuple[str, ...]) -> None:
+    async with host(tmp_path, prefix, apps=apps) as url, ClientSession() as client:
+        place = f"{url}{prefix}{'/kv' if len(apps) > 1 else ''}"
+        target = URL(f"{place}/db/a%2Fb", encoded=True)
+        for status in (201, 200):
+            async with client.put(target, data=b"value") as answer:
+                assert answer.status == status, await answer.text()
+        async with client.get(target) as answer:
+            assert await answer.read() == b"value"
+        # More than is put together before it is sent: written behind the host's middlewares.
+        body = b"\n".join(b"_%05d\t" % number for number in range(3000))
+        async with client.post(f"{place}/rpc/set_bulk", data=body) as answer:
+            assert answer.status == 200
+        async with client.get(f"{place}/_all") as answer:
+            assert len((await answer.read()).split(b"\n")) == 3000
+            assert ("X-Host" in answer.headers) == bool(prefix)

@@ -173,6 +173,15 @@ def test_a_reload_and_an_end_under_load_fail_no_request_and_leave_nobody_behind(
     assert [line for line in odd if not re.search(r" (GET|POST) /\S* 20[01] ", line)] == []
 
 
+def test_a_worker_that_dies_leaves_its_share_to_its_successor(start: Callable[..., Gunicorn]) -> None:
+    gunicorn = start()
+    gunicorn.wait_until_ready()
+    for share in (2, 2, 1):
+        victim = next(pid for pid in gunicorn.workers() if len(children(pid)) == share)
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda gone=victim: gone not in gunicorn.workers() and gunicorn.image_workers() == [1, 2], 20)
+
+
 def test_what_has_begun_comes_to_its_end_and_who_is_idle_hears_a_last_call(start: Callable[..., Gunicorn]) -> None:
     gunicorn = start("-w", "1", workers=1)
     gunicorn.wait_until_ready(1)

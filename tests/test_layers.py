@@ -19,10 +19,10 @@ ROOMS: dict[str, set[str]] = {
     **{room: {"core"} for room in BACK},
     "apps": BACK | {"core"},
     "service": BACK | {"apps", "core"},
-    "assembly": BACK | {"service", "apps", "core", "config", "logs"},
+    "assembly": BACK | {"service", "apps", "core", "config", "cores", "logs"},
     # config for the type alone: web hands the settings on to assembly.
     "web": BACK | {"assembly", "service", "apps", "core", "config", "systemd"},
-    "supervisor": {"web", "core", "config", "logs", "systemd"},
+    "supervisor": {"web", "core", "config", "cores", "logs", "systemd"},
     "app": BACK | {"supervisor", "web", "assembly", "service", "apps", "core", "config", "logs", "systemd"},
     # What `uvimg put` does.
     "put": BACK | {"apps", "core"},
@@ -31,7 +31,8 @@ ROOMS: dict[str, set[str]] = {
     "__main__": {"cli"},
     # Beside the rooms; assembly and what stands above it alone look into these.
     "config": {"core"},
-    "logs": {"core", "service"},
+    "cores": {"core"},
+    "logs": {"core"},
     "systemd": {"core"},
 }
 # It waits, it looks at the clock or the machine, or it does things.
@@ -135,3 +136,10 @@ def test_the_server_does_not_load_libvips() -> None:
     code = "import sys, uvimg.imaging.worker; print('pyvips' in sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert loaded.split() == ["True"]
+
+
+def test_the_supervisor_loads_nothing_that_serves() -> None:
+    code = "import sys, uvimg.cli, uvimg.supervisor; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    heavy = {"prometheus_client", "aiohttp", "uvloop", "lmdb", "pyvips", "uvimg.service", "uvimg.app", "uvimg.imaging"}
+    assert heavy.intersection(loaded) == set()

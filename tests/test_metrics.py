@@ -254,7 +254,7 @@ def test_totals_of_two_processes_are_summed_and_outlive_one_of_them(
     assert value(values, "uvimg_processes", state="serving") == 2
     assert value(values, "uvimg_workers") == value(values, "uvimg_workers_wanted") == 2
     assert value(values, "uvimg_queue_limit_jobs", lane="uploads") == 2000
-    assert value(values, "uvimg_jobs_total", lane="renditions") == 1
+    assert value(values, "uvimg_jobs_total", lane="fast") == 1
     # Of one store, whoever tells it: an original and its rendition.
     poll(lambda: value(scrape(two), "uvimg_store_blobs") == 2)
     assert value(scrape(two), "uvimg_store_names") == 3
@@ -358,3 +358,21 @@ def test_health_and_metrics_stand_in_no_queue_and_tell_of_it(start_server: Calla
     assert value(scrape(server), "uvimg_cpu_seconds_total", part="workers") >= value(
         values, "uvimg_cpu_seconds_total", part="workers"
     )
+
+
+def test_a_full_slow_lane_answers_503_and_the_fast_one_goes_on(start_server: Callable[..., Server]) -> None:
+    server = start_server(workers=1, slow_queue_limit=0, avif_effort=7)
+    md5 = server.upload(make_photo(3, 1200, 900))
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as slow:
+        slow.sendall(f"GET /{md5}?w=1200&f=avif HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        poll(lambda: value(scrape(server), "uvimg_slow_workers", state="busy") == 1)
+        refused = server.get(f"/{md5}?w=1199&f=avif")
+        assert refused.status_code == 503
+        assert int(refused.headers["Retry-After"]) > 0
+        for width in range(20, 30):
+            assert server.get(f"/{md5}?w={width}").status_code == 200
+        values = scrape(server)
+        assert value(values, "uvimg_jobs_total", lane="slow") == 1
+        assert value(values, "uvimg_jobs_refused_total", lane="slow") == 1
+        assert value(values, "uvimg_jobs_total", lane="fast") == 10
+        assert value(values, "uvimg_queue_jobs", lane="slow") == 0

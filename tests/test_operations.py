@@ -153,7 +153,7 @@ def test_known_requests_give_exactly_these_numbers(server: Server, front_end: di
         ("none", "MethodNotAllowed"): 5,
         ("metrics", "Forbidden"): 1,
     }
-    assert grown("uvimg_jobs_total", "lane") == {("uploads",): 1, ("renditions",): 1}
+    assert grown("uvimg_jobs_total", "lane") == {("uploads",): 1, ("fast",): 1}
     assert grown("uvimg_jobs_refused_total", "lane") == grown("uvimg_worker_restarts_total", "reason") == {}
     assert grown("uvimg_cache_entries") == {(): 1}
     times = [grown(f"uvimg_request_seconds_{part}", "app", "route", "status") for part in ("count", "sum")]

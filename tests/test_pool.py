@@ -24,7 +24,7 @@ from uvimg.core.message import FilePart
 from uvimg.core.plan import Encode, Load, Plan
 from uvimg.imaging import Inspect, Inspected, Limits, Render, Rendered
 from uvimg.imaging import pool as pool_module
-from uvimg.imaging.pool import Pool, PoolSettings, WorkerDied
+from uvimg.imaging.pool import Lane, Pool, PoolSettings, WorkerDied
 
 PNG = bytes(corpus.photo(64, 48).pngsave_buffer(keep="none"))
 LOOPS = {"asyncio": asyncio.DefaultEventLoopPolicy, "uvloop": uvloop.EventLoopPolicy}
@@ -40,7 +40,14 @@ def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLo
 
 
 def settings(**changed: Any) -> PoolSettings:
-    usual = {"workers": 1, "queue_limit": 100, "timeout_s": 30.0, "memory_bytes": 4 << 30, "jobs_per_worker": 0}
+    usual = {
+        "workers": 1,
+        "queue_limit": 100,
+        "slow_queue_limit": 100,
+        "timeout_s": 30.0,
+        "memory_bytes": 4 << 30,
+        "jobs_per_worker": 0,
+    }
     formats: tuple[Format, ...] = ("jpeg", "png", "webp", "gif", "avif", "tiff")
     return PoolSettings(**{**usual, "sandbox": "auto", "formats": formats, **changed})
 
@@ -115,9 +122,20 @@ def inspect(pool: Pool, data: bytes = PNG, format: Format = "png") -> Awaitable[
     return pool.run(Inspect(format, Limits()), data, "uploads")
 
 
-def render(pool: Pool, width: int = 32) -> Awaitable[tuple[Inspected | Rendered, bytes]]:
+def render(pool: Pool, width: int = 32, lane: Lane = "fast") -> Awaitable[tuple[Inspected | Rendered, bytes]]:
     load = Load(width, width * 3 // 4, 1, managed=False, gray=False)
-    return pool.run(Render("png", Plan((load, Encode("jpeg", 75, 0)))), PNG, "renditions")
+    return pool.run(Render("png", Plan((load, Encode("jpeg", 75, 0)))), PNG, lane)
+
+
+def render_slowly(pool: Pool, lane: Lane = "slow") -> Awaitable[tuple[Inspected | Rendered, bytes]]:
+    """An AVIF with which a worker is busy for many seconds."""
+    load = Load(1200, 900, 1, managed=False, gray=False)
+    return pool.run(Render("jpeg", Plan((load, Encode("avif", 60, 6)))), large_jpeg(), lane)
+
+
+@functools.cache
+def large_jpeg() -> bytes:
+    return corpus.jpeg(corpus.photo(1200, 900))
 
 
 def begin(work: Awaitable[tuple[Inspected | Rendered, bytes]]) -> "asyncio.Task[tuple[Inspected | Rendered, bytes]]":
@@ -157,7 +175,7 @@ async def test_large_frames_travel_whole_both_ways(start_pool: StartPool) -> Non
     assert len(data) > 6 << 20
     load = Load(1500, 1500, 1, managed=False, gray=False)
     plan = Plan((load, Encode("png", 0, 0)))
-    _, body = await pool.run(Render("png", plan), data, "renditions")
+    _, body = await pool.run(Render("png", plan), data, "fast")
     assert len(body) > 6 << 20
     assert body.endswith(b"IEND\xaeB`\x82")
 
@@ -256,11 +274,11 @@ async def test_jobs_right_after_the_death_of_all_idle_workers_are_done(start_poo
 async def test_a_worker_that_is_dead_when_its_turn_comes_does_not_break_the_pool(start_pool: StartPool) -> None:
     """Handed to a waiter and found dead before that one runs: uvloop would raise on its closed socket."""
     pool = await start_pool()
-    worker = next(iter(pool._workers))
+    worker = next(iter(pool._main.workers))
     os.kill(worker.pid, signal.SIGKILL)
     await until(lambda: worker.dead)
     await until(lambda: pool.pids)
-    pool._idle.appendleft(worker)
+    pool._main.idle.append(worker)
     assert isinstance((await inspect(pool))[0], Inspected)
     assert worker.tell(Inspect("png", Limits()), PNG) is False
 
@@ -307,19 +325,23 @@ async def test_a_job_that_waits_as_long_as_one_may_take_is_refused(start_pool: S
         await running
 
 
-async def test_uploads_and_renditions_take_turns(start_pool: StartPool) -> None:
+async def test_a_lane_whose_jobs_take_long_gets_no_more_of_a_worker_than_the_other(start_pool: StartPool) -> None:
+    """Uploads and fast jobs share by time: one long upload is worth many small renditions."""
     pool = await start_pool()
     running = await begin_hanging(pool)
     order: list[str] = []
-    tasks = []
-    for name, job in [("r", render), ("r", render), ("r", render), ("u", inspect), ("u", inspect)]:
-        task = begin(job(pool))
+    large = bytes(corpus.photo(1200, 1200).pngsave_buffer(keep="none"))
+    tasks = [begin(render(pool)) for _ in range(12)] + [begin(inspect(pool, large)) for _ in range(4)]
+    for task in tasks:
+        name = "fast" if len(order) + tasks.index(task) < 12 else "uploads"
         task.add_done_callback(lambda _, name=name: order.append(name))
-        tasks.append(task)
-    await until(lambda: pool.waiting == 5)
+    await until(lambda: pool.waiting == 16)
+    running.cancel()
     resume(pool.pids[0])
-    await asyncio.gather(running, *tasks)
-    assert order == ["u", "r", "u", "r", "r"]
+    await asyncio.gather(*tasks)
+    # Neither waits for all of the other: some upload comes before the last small job, and most of those early.
+    assert order.index("uploads") < 12
+    assert order[:14].count("fast") >= 10, order
 
 
 async def test_a_cancelled_waiting_job_leaves_the_queue(start_pool: StartPool) -> None:
@@ -352,7 +374,7 @@ async def test_a_worker_handed_to_a_job_that_is_cancelled_in_that_moment_goes_to
     await running
     assert isinstance((await staying)[0], Rendered)
     assert leaving.cancelled()
-    await until(lambda: len(pool._idle) == 1)
+    await until(lambda: pool.workers == (0, 1))
 
 
 async def test_a_job_run_while_another_error_is_handled_uses_its_worker_alone(start_pool: StartPool) -> None:
@@ -370,7 +392,7 @@ async def test_a_job_run_while_another_error_is_handled_uses_its_worker_alone(st
     resume(pool.pids[0])
     await running
     await recovering
-    assert len(pool._idle) == 1
+    assert pool.workers == (0, 1)
 
 
 async def test_a_cancelled_running_job_frees_its_slot(start_pool: StartPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,6 +428,123 @@ async def test_a_job_abandoned_but_done_in_time_costs_no_worker_and_nobody_elses
     assert pool.pids == [worker]
 
 
+# Lanes
+
+
+@pytest.fixture
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow jobs end with those who asked for them."""
+    monkeypatch.setattr(pool_module, "_ABANDON_GRACE_S", 0.0)
+
+
+async def leave(*tasks: "asyncio.Task[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.usefixtures("no_grace")
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_fast_jobs_and_uploads_go_on_while_the_slow_lane_is_full(start_pool: StartPool, workers: int) -> None:
+    pool = await start_pool(workers=workers, slow_queue_limit=2)
+    slow = [begin(render_slowly(pool)) for _ in range(workers + 2)]
+    await until(lambda: pool.slow_workers == (workers, 0))
+    assert pool.queues["slow"] == 2
+    with pytest.raises(Overloaded) as caught:
+        await render_slowly(pool)
+    assert int(caught.value.headers["Retry-After"]) > 0
+    await asyncio.gather(*(render(pool, width) for width in range(8, 28)), *(inspect(pool) for _ in range(5)))
+    assert not any(task.done() for task in slow)
+    assert (pool.refused["slow"], pool.refused["fast"], pool.refused["uploads"]) == (1, 0, 0)
+    await leave(*slow)
+
+
+async def test_a_slow_job_finds_a_worker_though_none_may_wait(start_pool: StartPool) -> None:
+    pool = await start_pool(queue_limit=0, slow_queue_limit=0)
+    assert isinstance((await render(pool, lane="slow"))[0], Rendered)
+
+
+async def test_workers_for_slow_jobs_are_nice_come_when_they_are_wanted_and_end_when_they_are_not(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "_SLOW_IDLE_S", 0.05)
+    pool = await start_pool()
+    (usual,) = pool.pids
+    for _ in range(2):
+        assert isinstance((await render(pool, lane="slow"))[0], Rendered)
+        (other,) = set(pool.pids) - {usual}
+        # As far down as there is room.
+        ours = os.getpriority(os.PRIO_PROCESS, usual)
+        assert os.getpriority(os.PRIO_PROCESS, other) >= min(19, ours + 5)
+        await until(lambda: pool.pids == [usual])
+        await until(lambda other=other: not is_alive(other))
+    assert pool.died == 0
+
+
+async def test_a_slow_job_whose_worker_is_killed_is_done_by_another(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    await render(pool, lane="slow")
+    (slow,) = set(pool.pids) - {worker.pid for worker in pool._main.workers}
+    hang(slow)
+    task = begin(render(pool, lane="slow"))
+    await until(lambda: pool.slow_workers == (1, 0))
+    os.kill(slow, signal.SIGKILL)
+    assert isinstance((await task)[0], Rendered)
+
+
+async def test_an_upload_that_takes_long_leaves_the_workers_of_fast_jobs_alone(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    running = await begin_hanging(pool)
+    padded = PNG + bytes(9 << 20)
+    assert isinstance((await inspect(pool, padded))[0], Inspected)
+    assert not running.done()
+    resume(next(iter(pool._main.workers)).pid)
+    await running
+
+
+async def test_a_background_job_begins_only_when_nothing_else_is_to_be_done(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    running = await begin_hanging(pool)
+    background = begin(render(pool, lane="background"))
+    await until(lambda: pool.queues["background"] == 1)
+    next_one = begin(render(pool))
+    await until(lambda: pool.queues["fast"] == 1)
+    assert pool.slow_workers == (0, 0)
+    ended: list[str] = []
+    for task, name in ((running, "running"), (next_one, "next"), (background, "background")):
+        task.add_done_callback(lambda _, name=name: ended.append(name))
+    resume(pool.pids[0])
+    assert isinstance((await background)[0], Rendered)
+    assert ended == ["running", "next", "background"]
+
+
+@pytest.mark.usefixtures("no_grace")
+async def test_nobody_waits_for_a_background_job(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    background = begin(render_slowly(pool, "background"))
+    await until(lambda: pool.slow_workers == (1, 0))
+    another = begin(render(pool, lane="background"))
+    assert isinstance((await render(pool))[0], Rendered)
+    assert isinstance((await inspect(pool))[0], Inspected)
+    assert isinstance((await render(pool, lane="slow"))[0], Rendered)
+    assert not background.done()
+    assert not another.done()
+    await leave(background, another)
+
+
+async def test_background_jobs_are_dropped_where_many_wait(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    running = await begin_hanging(pool)
+    waiting = [begin(render(pool, lane="background")) for _ in range(pool_module._MAX_BACKGROUND)]
+    await until(lambda: pool.waiting == len(waiting))
+    with pytest.raises(Overloaded):
+        await render(pool, lane="background")
+    await leave(*waiting)
+    assert pool.waiting == 0
+    resume(pool.pids[0])
+    await running
+
+
 # Recycling
 
 
@@ -424,11 +563,11 @@ async def test_a_worker_that_dies_while_it_is_replaced_leaves_the_number_as_it_w
     pool = await start_pool(jobs_per_worker=3)
     real, starts, may_go_on = pool_module._start_worker, [0], asyncio.Event()
 
-    async def start_worker(settings: PoolSettings) -> Any:
+    async def start_worker(settings: PoolSettings, niceness: int) -> Any:
         starts[0] += 1
         if starts[0] == 1:
             await may_go_on.wait()
-        return await real(settings)
+        return await real(settings, niceness)
 
     monkeypatch.setattr(pool_module, "_start_worker", start_worker)
     for _ in range(3):
@@ -575,7 +714,7 @@ def test_a_confined_process_can_open_nothing_and_connect_to_nothing() -> None:
 
 async def test_no_thread_of_a_worker_is_outside_of_its_cage(start_pool: StartPool) -> None:
     pool = await start_pool()
-    if "seccomp" not in next(iter(pool._workers)).ready.confined_by:
+    if "seccomp" not in next(iter(pool._main.workers)).ready.confined_by:
         pytest.skip("this kernel has no seccomp filters for us")
     await render(pool)
     threads = list(Path(f"/proc/{pool.pids[0]}/task").glob("*/status"))

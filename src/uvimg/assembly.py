@@ -6,7 +6,6 @@ Below `web`, so that an aiohttp application of ours can start a service in someb
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -17,8 +16,10 @@ from uvimg import __version__, config, logs
 from uvimg.apps.codings import Codings
 from uvimg.apps.documents import Documents, DocumentsSettings
 from uvimg.apps.images import Images, ImagesSettings, Rendition, weigh
+from uvimg.apps.intermediates import Intermediates
 from uvimg.apps.keyvalue import KeyValue, KeyValueSettings
 from uvimg.apps.operations import PATHS, Health, Operations, OperationsSettings, judge_health
+from uvimg.apps.recoding import Recoder
 from uvimg.cache import Cache
 from uvimg.coders import Coders
 from uvimg.config import Settings
@@ -26,6 +27,8 @@ from uvimg.core.access import parse_network, parse_rules
 from uvimg.core.errors import StoreDown
 from uvimg.core.formats import Format, parse_output_format
 from uvimg.core.plan import Rules
+from uvimg.core.pyramid import PyramidRules
+from uvimg.cores import usable_cores
 from uvimg.imaging import Limits, Ready
 from uvimg.imaging.pool import Pool, PoolSettings
 from uvimg.metrics import Metrics, Reading, watch_process
@@ -108,12 +111,21 @@ async def _starting_images(
     try:
         _check_formats(settings, ready)
         cache: Cache[Any, Rendition] = Cache(settings.cache_size, weigh)
-        images = Images(_images_settings(settings), store, pool, cache, codings)
+        intermediates = Intermediates(_pyramid_rules(settings), store, pool)
+        images = Images(_images_settings(settings), store, pool, cache, intermediates, codings)
+        recoder = Recoder(store, pool)
         metrics.watch(lambda: _read_pool(pool, _pool_settings(settings)))
         metrics.watch(lambda: _read_cache(cache, settings.cache_size))
+        metrics.watch(lambda: _read_intermediates(intermediates))
+        metrics.watch(lambda: _read_recoder(recoder))
+        recoding = asyncio.create_task(recoder.run()) if settings.recode else None
         try:
             yield images, pool, ready
         finally:
+            if recoding is not None:
+                recoding.cancel()
+                await asyncio.gather(recoding, return_exceptions=True)
+            await intermediates.stop()
             await images.drain()
     finally:
         await pool.stop()
@@ -172,14 +184,15 @@ def _find_health(service: Service, pool: Pool | None, store: Store, *, shared: b
 def _read_pool(pool: Pool, settings: PoolSettings) -> Iterator[Reading]:
     for lane, waiting in pool.queues.items():
         yield Reading("uvimg_queue_jobs", (lane,), waiting)
-        yield Reading("uvimg_queue_limit_jobs", (lane,), settings.queue_limit)
+        yield Reading("uvimg_queue_limit_jobs", (lane,), settings.queue_limit_of(lane))
         yield Reading("uvimg_jobs", (lane,), pool.given[lane])
         yield Reading("uvimg_jobs_refused", (lane,), pool.refused[lane])
     yield Reading("uvimg_job_timeouts", (), pool.timeouts)
     yield Reading("uvimg_worker_restarts", ("died",), pool.died)
     yield Reading("uvimg_worker_restarts", ("recycled",), pool.recycled)
-    yield Reading("uvimg_workers", ("idle",), pool.idle)
-    yield Reading("uvimg_workers", ("busy",), len(pool.pids) - pool.idle)
+    for family, (busy, idle) in (("uvimg_workers", pool.workers), ("uvimg_slow_workers", pool.slow_workers)):
+        yield Reading(family, ("busy",), busy)
+        yield Reading(family, ("idle",), idle)
     yield Reading("uvimg_workers_wanted", (), settings.workers)
 
 
@@ -195,6 +208,20 @@ def _read_codings(codings: Codings, coders: Coders, limit_bytes: int) -> Iterato
     yield Reading("uvimg_coding_bytes", (), coders.held_bytes)
     yield Reading("uvimg_coding_limit_bytes", (), limit_bytes)
     yield Reading("uvimg_codings_wanted", (), codings.waiting)
+
+
+def _read_intermediates(intermediates: Intermediates) -> Iterator[Reading]:
+    counts = intermediates.counts
+    yield Reading("uvimg_intermediates_made", (), counts.made)
+    yield Reading("uvimg_intermediates_made_bytes", (), counts.made_bytes)
+    yield Reading("uvimg_intermediates_failed", (), counts.failed)
+    yield Reading("uvimg_intermediates_used", (), counts.used)
+
+
+def _read_recoder(recoder: Recoder) -> Iterator[Reading]:
+    yield Reading("uvimg_recoded", ("smaller",), recoder.counts.smaller)
+    yield Reading("uvimg_recoded", ("left",), recoder.counts.left)
+    yield Reading("uvimg_recoded_saved_bytes", (), recoder.counts.saved_bytes)
 
 
 def _read_store(store: Store) -> Iterator[Reading]:
@@ -229,13 +256,15 @@ def _check_formats(settings: Settings, ready: Ready) -> None:
 
 
 def count_workers(settings: Settings) -> int:
-    return settings.workers or len(os.sched_getaffinity(0))
+    """Image workers in all: as many as there are cores for this service, where nobody says."""
+    return settings.workers or usable_cores()
 
 
 def _pool_settings(settings: Settings) -> PoolSettings:
     return PoolSettings(
         workers=count_workers(settings),
         queue_limit=settings.queue_limit,
+        slow_queue_limit=settings.slow_queue_limit,
         timeout_s=settings.worker_timeout_s,
         memory_bytes=settings.worker_memory,
         jobs_per_worker=settings.worker_jobs,
@@ -300,6 +329,7 @@ def _images_settings(settings: Settings) -> ImagesSettings:
         formats=cast(tuple[Format, ...], settings.allowed_types),
         max_bytes=settings.max_size,
         save_new=int(settings.save_new),
+        recode=settings.recode,
         disable_args=settings.disable_args,
         upload_rule=parse_rules(settings.upload_rule),
         download_rule=parse_rules(settings.download_rule),
@@ -310,6 +340,10 @@ def _images_settings(settings: Settings) -> ImagesSettings:
         index_page=_read_page("index.html", settings.index_page),
         admin_page=_read_page("admin.html", settings.admin_page),
     )
+
+
+def _pyramid_rules(settings: Settings) -> PyramidRules:
+    return PyramidRules(min_pixels=settings.intermediates_from, max_percent=settings.intermediates_percent)
 
 
 def _fold_headers(lines: tuple[str, ...]) -> tuple[tuple[str, str], ...]:

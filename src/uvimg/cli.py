@@ -1,4 +1,4 @@
-"""The `uvimg` command: serve · kv · scrub · gc · config.
+"""The `uvimg` command: serve · kv · echo · scrub · gc · config.
 
 Whatever goes wrong is one readable line on stderr and exit status 2 (asked wrongly), 1 (found damage or
 could not do it), never a traceback.
@@ -17,12 +17,12 @@ from uvimg import __version__, config
 from uvimg.config import ConfigError, Settings
 from uvimg.core.errors import UvimgError
 from uvimg.core.keyvalue import check_database, name_record, show_key
-from uvimg.imaging.confine import die_with_parent
 from uvimg.put import CannotPut, find_items, put_by_url, put_into_store, split_destination
 from uvimg.store import Finding, open_store
 
 if TYPE_CHECKING:
     from uvimg.apps.values import Values
+    from uvimg.web.echo import Style
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.pop("apps", None)
     own = {
         *("sources", "destination", "certificate", "dry_run", "defaults", "markdown", "supervisor_pid"),
-        *("action", "database", "databases", "key", "file"),
+        *("action", "database", "databases", "key", "file", "style"),
     }
     options = {name: arguments.pop(name) for name in own & arguments.keys()}
     try:
@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return asyncio.run(_work_on_values(settings, **options))
             case "put":
                 return asyncio.run(_put(settings, **options))
+            case "echo":
+                return _echo(settings, **options)
             case "scrub":
                 return asyncio.run(_scrub(settings))
             case "gc":
@@ -103,17 +105,16 @@ def _supervise(settings: Settings, arguments: Mapping[str, Any], path: str | Non
 def _serve(settings: Settings, supervisor_pid: int | None) -> int:
     if supervisor_pid is not None:
         # By what lets it finish: nobody but us knows what is in flight.
+        from uvimg.imaging.confine import die_with_parent
+
         die_with_parent(supervisor_pid, signal.SIGTERM)
     # Only here: the other commands need neither loop nor server.
-    import uvloop
-
     from uvimg.app import serve
     from uvimg.assembly import CannotStart
     from uvimg.imaging.pool import WorkerDied
 
     try:
-        make_loop = uvloop.new_event_loop if settings.loop == "uvloop" else asyncio.new_event_loop
-        with asyncio.Runner(loop_factory=make_loop) as runner:
+        with _make_runner(settings) as runner:
             runner.run(serve(settings, _announce, supervised=supervisor_pid is not None))
     except (CannotStart, WorkerDied) as exc:
         return _complain(str(exc), 1)
@@ -137,6 +138,36 @@ async def _put(settings: Settings, sources: Sequence[str], destination: str, cer
     count = len(found.items)
     print(f"put {count} {'document' if count == 1 else 'documents'}, {total:,} bytes, to {destination}")
     return 0
+
+
+def _echo(settings: Settings, style: "Style") -> int:
+    from uvimg.web.echo import EchoServer
+    from uvimg.web.listen import CannotListen, choose_places, open_sockets, show_address
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        with open_sockets(choose_places(settings.listen, settings.host, settings.port)) as (listeners,):
+            server = EchoServer(style, settings.backlog)
+            await server.start(listeners)
+            where = " ".join(show_address(listener, "tcp") for listener in listeners)
+            _announce(f"uvimg {__version__} echoes at {where}  (style {style}, loop {settings.loop})")
+            await stop.wait()
+            await server.stop()
+
+    try:
+        with _make_runner(settings) as runner:
+            runner.run(serve())
+    except CannotListen as exc:
+        return _complain(str(exc), 1)
+    return 0
+
+
+def _make_runner(settings: Settings) -> asyncio.Runner:
+    import uvloop
+
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop if settings.loop == "uvloop" else asyncio.new_event_loop)
 
 
 async def _scrub(settings: Settings) -> int:
@@ -297,6 +328,20 @@ def _make_parser() -> argparse.ArgumentParser:
     put.add_argument("sources", nargs="+", metavar="FILE|FOLDER")
     put.add_argument("destination", metavar="DESTINATION")
     put.add_argument("--certificate", default="", metavar="FILE", help="PEM file to trust an https server by")
+    echo = commands.add_parser(
+        "echo",
+        help="echo raw TCP, to measure with",
+        description="Send back whatever comes, over TCP or a unix socket, in one process, until SIGTERM or Ctrl-C. "
+        "Each style is another way to write the same server; buffered is the fast one.",
+        epilog="Then: printf 'hello\\n' | nc -N 127.0.0.1 4869",
+    )
+    echo.add_argument(
+        "--style",
+        choices=("protocol", "buffered", "streams", "curio-streams", "sockets"),
+        default="buffered",
+        help="how the server is written. Default: buffered",
+    )
+    _add_settings(echo, only=("host", "port", "listen", "loop", "backlog"))
     scrub = commands.add_parser(
         "scrub",
         help="verify every stored blob",

@@ -262,6 +262,25 @@ class Settings:
         _STORE,
         "Which renditions are kept in the store: 0 none, 1 all, 2 only those of scripted types (there are none yet).",
     )
+    intermediates_from: int = _setting(
+        2_000_000,
+        _STORE,
+        "Pixels from which on reduced versions of a JPEG are kept too, whatever save_new says, so that later "
+        "renditions take a fraction of the work; 0 for none.",
+        low=0,
+    )
+    intermediates_percent: int = _setting(
+        100,
+        _STORE,
+        "Most bytes that all reduced versions of an original may take, in percent of its own; usually it is half.",
+        low=1,
+        high=1000,
+    )
+    recode: bool = _setting(
+        False,
+        _STORE,
+        "While nothing else is to do, replace kept renditions by smaller ones that their encoder took longer over.",
+    )
     cache_size: int = _setting(64 << 20, _STORE, "Memory for renditions at hand; 0 for none.", low=0, unit="bytes")
     memo_size: int = _setting(
         64 << 20,
@@ -361,11 +380,26 @@ class Settings:
     kv_write_rule: str = _setting(
         "allow all", _VALUES, "Who may write and delete values, and call procedures.", check=parse_rules
     )
-    workers: int = _setting(0, _WORKERS, "Image worker processes; 0 is one for each core.", low=0, high=1024)
+    workers: int = _setting(
+        0,
+        _WORKERS,
+        "Image worker processes; 0 is one for each core, by CPU affinity and a container's quota. As many more, which "
+        "are nice to these, come and go with slow jobs.",
+        low=0,
+        high=1024,
+    )
     queue_limit: int = _setting(
         1000,
         _WORKERS,
-        "Image jobs that may wait, uploads and renditions each; more are answered 503 at once.",
+        "Image jobs that may wait, uploads and fast renditions each; more are answered 503 at once.",
+        low=0,
+        high=100_000,
+    )
+    slow_queue_limit: int = _setting(
+        100,
+        _WORKERS,
+        "Renditions that may wait of those that are predicted to be slow (AVIF, large sources, long animations); the "
+        "fast ones do not wait for them.",
         low=0,
         high=100_000,
     )

@@ -7,8 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from uvimg.core.message import Request
-from uvimg.service import AccessLog
+from uvimg.core.message import AccessLog, Request
 
 _access = logging.getLogger("uvimg.access")
 _encode = msgspec.json.Encoder().encode

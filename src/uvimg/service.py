@@ -15,14 +15,11 @@ from uvimg.apps.codings import code_answer, code_long_answer
 from uvimg.core.coding import MIN_BYTES
 from uvimg.core.errors import NotImplementedHere, Overloaded, UvimgError
 from uvimg.core.http1 import refuse_head
-from uvimg.core.message import Request, Response
+from uvimg.core.message import AccessLog, Request, Response
 from uvimg.core.tally import Tally
 from uvimg.metrics import Metrics
 
 log = logging.getLogger("uvimg")
-
-# Request, peer, status, size of the body in bytes, seconds.
-AccessLog = Callable[[Request, str, int, int, float], None]
 
 
 class App(Protocol):

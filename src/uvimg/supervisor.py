@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from uvimg import config, logs, systemd
 from uvimg.config import ENVIRONMENT_PREFIX, ConfigError, Settings
 from uvimg.core.place import parse_place
+from uvimg.cores import usable_cores
 from uvimg.web.listen import choose_places, open_sockets
 
 log = logging.getLogger("uvimg.supervisor")
@@ -156,7 +157,7 @@ class Supervisor:
 
     def _share(self, slot: _Slot, settings: Settings) -> int:
         """How many of the image workers are this process's, which has one at least."""
-        total = settings.workers or len(os.sched_getaffinity(0))
+        total = settings.workers or usable_cores()
         each, more = divmod(total, len(self._slots))
         return max(1, each + (slot.number < more))
 

@@ -21,9 +21,12 @@ from urllib.parse import quote
 import msgspec
 
 from uvimg.apps.codings import Codings
+from uvimg.apps.intermediates import Intermediates
+from uvimg.apps.renditions import close, hash_bytes, is_whole, keep_rendition
 from uvimg.cache import Cache
 from uvimg.core.access import AccessRules, Network, find_client, is_cross_site, is_rebound
-from uvimg.core.address import Digest, image_name, original_of, rendition_name, renditions_prefix
+from uvimg.core.address import Digest, image_name, rendition_name, renditions_prefix
+from uvimg.core.cost import choose_lane
 from uvimg.core.errors import (
     BadParameter,
     BadRequest,
@@ -34,6 +37,7 @@ from uvimg.core.errors import (
     NotFound,
     RangeNotSatisfiable,
     TooLarge,
+    Undecodable,
     UnsupportedType,
     UvimgError,
 )
@@ -45,7 +49,7 @@ from uvimg.core.plan import Plan, Rules, Source, make_plan
 from uvimg.core.route import Describe, Options, Page, Params, Query, Remove, Show, Upload, face_of, read_fields, route
 from uvimg.imaging import Inspect, Inspected, Limits, Render, Rendered
 from uvimg.imaging.pool import Pool
-from uvimg.store import Incoming, Record, Store
+from uvimg.store import Incoming, Near, Record, Store
 
 log = logging.getLogger("uvimg.images")
 
@@ -67,6 +71,7 @@ class ImagesSettings:
     formats: tuple[Format, ...]
     max_bytes: int
     save_new: int
+    recode: bool
     disable_args: bool
     upload_rule: AccessRules
     download_rule: AccessRules
@@ -111,6 +116,10 @@ class _Staged:
     md5: str
 
 
+class _CodedAnew(Exception):
+    """A rendition has another blob by now."""
+
+
 _encode_facts = msgspec.msgpack.Encoder().encode
 _decode_facts = msgspec.msgpack.Decoder(Facts).decode
 _encode_json = msgspec.json.Encoder().encode
@@ -122,8 +131,11 @@ _LONGEST_KNOWN = 256
 
 # Renditions on their way into a slow store, held in memory meanwhile; more are not kept.
 _MAX_KEEPING_BYTES = 256 << 20
-# Hashing this much takes a fifth of a millisecond; more is worth waking a thread for.
-_HASH_AT_ONCE_BYTES = 262_144
+
+
+def read_source(original: Record) -> Source:
+    """The facts about an original that its record holds."""
+    return _decode_facts(original.facts).source
 
 
 def _route(request: Request) -> Query:
@@ -150,10 +162,11 @@ class Images:
         store: Store,
         pool: Pool,
         cache: Cache[tuple[Digest, str], Rendition],
+        intermediates: Intermediates,
         codings: Codings,
     ) -> None:
         self._settings, self._codings = settings, codings
-        self._store, self._pool, self._cache = store, pool, cache
+        self._store, self._pool, self._cache, self._intermediates = store, pool, cache, intermediates
         self._keeping: set[asyncio.Task[None]] = set()
         self._keeping_bytes = 0
 
@@ -239,9 +252,10 @@ class Images:
                 return answer
             return self._answer_at_hand(answer, original, near.get(original.digest), "original")
         _, key = self._plan(params, original.digest, original.facts, original.size)
-        found, origin = self._cache.peek((original.digest, key)), "cache"
+        name = rendition_name(original.digest, key)
+        found, origin = self._peek((original.digest, key), name, near), "cache"
         if found is None:
-            record = near.record(rendition_name(original.digest, key))
+            record = near.record(name)
             if record is None:
                 return None
             found, origin = Rendition(record, None), "store"
@@ -250,6 +264,17 @@ class Images:
             return answer
         body = found.body if found.body is not None else near.get(found.record.digest)
         return self._answer_at_hand(answer, found.record, body, origin)
+
+    def _peek(self, key: tuple[Digest, str], name: bytes, near: Near) -> Rendition | None:
+        """A rendition that is at hand, and has not been coded anew by any process."""
+        found = self._cache.peek(key)
+        if found is None or not self._settings.recode:
+            return found
+        record = near.record(name)
+        if record is None or record.digest == found.record.digest:
+            return found
+        self._cache.forget(lambda known: known == key)
+        return None
 
     async def _show(self, request: Request, query: Show) -> Response:
         original = await self._store.record(image_name(query.image_id))
@@ -261,7 +286,7 @@ class Images:
             shown = await self._codings.show(request, original, self._svg_headers())
             if shown is not None:
                 return shown
-        record, body, origin = original, None, "original"
+        record, body, origin, key = original, None, "original", ""
         if not params.original:
             plan, key = self._plan(params, original.digest, original.facts, original.size)
             # Unless it is our own maker that goes, it is that of another request.
@@ -277,7 +302,11 @@ class Images:
         answer = self._choose_answer(request, record)
         if isinstance(answer, Response):
             return answer
-        content = await self._fetch(original, record) if body is None else body
+        try:
+            content = await self._fetch(original, record, key) if body is None else body
+        except _CodedAnew:
+            # Since it was found, and once only.
+            return await self._show(request, query)
         return self._answer_image(answer, record, content, origin)
 
     def _effective(self, params: Params) -> Params:
@@ -287,19 +316,21 @@ class Images:
         self, answer: Whole | Part, record: Record, body: Content | None, origin: str
     ) -> Response | None:
         """The answer when the body is there and whole; what else it may be takes a second look."""
-        if body is not None and _is_whole(record, body):
+        if body is not None and is_whole(record, body):
             return self._answer_image(answer, record, body, origin)
-        _close(body)
+        close(body)
         return None
 
-    async def _fetch(self, original: Record, record: Record) -> Content:
-        """The blob of an image or of its rendition. NotFound where the image has been deleted meanwhile."""
+    async def _fetch(self, original: Record, record: Record, key: str = "") -> Content:
+        """The blob of an image, or of its rendition `key`. NotFound where the image has been deleted meanwhile."""
         content = await self._store.get(record.digest)
-        if content is not None and _is_whole(record, content):
+        if content is not None and is_whole(record, content):
             return content
-        _close(content)
+        close(content)
         if await self._store.record(image_name(original.digest.hex())) is None:
             raise NotFound()
+        if key and await self._store.record(rendition_name(original.digest, key)) not in (None, record):
+            raise _CodedAnew
         # A cut file would be sent as if it were all of it.
         log.error("the blob %s is missing from the store, or cut", record.digest.hex())
         raise UvimgError("The image's bytes are missing from the store.")
@@ -352,17 +383,11 @@ class Images:
                 content.close()
                 return Rendition(record, None), "store"
             return Rendition(record, content), "store"
-        content = await self._fetch(original, original)
-        try:
-            source = _decode_facts(original.facts).source
-            rendered, body = await self._pool.run(Render(source.format, plan), content, "renditions")
-        finally:
-            _close(content)
-        assert isinstance(rendered, Rendered)
+        rendered, body = await self._render(original, plan)
         if rendered.as_original:
             record = msgspec.structs.replace(original, facts=b"")
         else:
-            digest = await _hash(body)
+            digest = await hash_bytes(body)
             record = Record(digest, len(body), media_type(rendered.format), int(time.time()))
         rendition = Rendition(record, None if rendered.as_original else body)
         if self._settings.save_new == 1 and self._keeping_bytes + len(body) <= _MAX_KEEPING_BYTES:
@@ -372,19 +397,33 @@ class Images:
             task.add_done_callback(self._keeping.discard)
         return rendition, "made"
 
+    async def _render(self, original: Record, plan: Plan) -> tuple[Rendered, bytes]:
+        """Have a plan carried out, on an intermediate where one will do."""
+        source = read_source(original)
+        start = await self._intermediates.find(original, source, plan)
+        if start is not None:
+            try:
+                return await self._run(start.source, start.plan, start.content)
+            except Undecodable:
+                await self._intermediates.forget(original, source, "not to be decoded")
+        rendered = await self._run(source, plan, await self._fetch(original, original))
+        self._intermediates.want(original, source)
+        return rendered
+
+    async def _run(self, source: Source, plan: Plan, content: Content) -> tuple[Rendered, bytes]:
+        """A job for a worker. Closes the content."""
+        try:
+            lane = choose_lane(plan, source, "libvips")
+            rendered, body = await self._pool.run(Render(source.format, plan), content, lane)
+        finally:
+            close(content)
+        assert isinstance(rendered, Rendered)
+        return rendered, body
+
     async def _keep(self, name: bytes, rendition: Rendition) -> None:
         """Put a rendition into the store. Nobody waits for it, and nothing is lost when it fails."""
         try:
-            if rendition.body is None:
-                await self._store.bind([name], rendition.record)
-            else:
-                async with self._store.incoming() as incoming:
-                    await incoming.write(rendition.body)
-                    await incoming.finish()
-                    await self._store.bind([name], rendition.record, incoming)
-            # Deleting takes the original's names first and looks for renditions then: one of the two sees this one.
-            if await self._store.record(original_of(name)) is None:
-                await self._store.unbind([name])
+            await keep_rendition(self._store, name, rendition.record, rendition.body)
         except UvimgError as exc:
             log.warning("a rendition could not be kept: %s", exc.detail)
         finally:
@@ -450,7 +489,7 @@ class Images:
                 try:
                     inspected, _ = await self._pool.run(Inspect(format, self._settings.limits), content, "uploads")
                 finally:
-                    _close(content)
+                    close(content)
                 assert isinstance(inspected, Inspected)
                 facts = _encode_facts(Facts(md5.hexdigest(), inspected.source))
                 record = Record(digest, incoming.size, media_type(inspected.source.format), int(time.time()), facts)
@@ -591,24 +630,9 @@ async def _bounded(body: AsyncIterable[bytes], max_bytes: int) -> AsyncIterator[
         yield chunk
 
 
-async def _hash(data: bytes) -> Digest:
-    if len(data) <= _HASH_AT_ONCE_BYTES:
-        return hashlib.sha256(data).digest()
-    return await asyncio.to_thread(lambda: hashlib.sha256(data).digest())
-
-
 def _etag(record: Record) -> str:
     """Strong, from the hash of the very bytes that are sent."""
     return f'"{record.digest.hex()[:32]}"'
-
-
-def _is_whole(record: Record, content: Content) -> bool:
-    return (content.size if isinstance(content, FilePart) else len(content)) == record.size
-
-
-def _close(content: Content | None) -> None:
-    if isinstance(content, FilePart):
-        content.close()
 
 
 # Telling

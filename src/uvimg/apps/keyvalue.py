@@ -82,6 +82,7 @@ _GATHER_KEYS = 1000
 # Bodies that are taken apart in memory: of one request, and of all at once.
 _MAX_BODY_BYTES = 8 << 20
 _MAX_BODIES_BYTES = 64 << 20
+_TOO_LARGE_A_BODY = f"A body has at most {_MAX_BODY_BYTES} bytes here; PUT a larger value by itself."
 
 _known_route = lru_cache(4096)(route)
 _LONGEST_KNOWN = 256
@@ -337,12 +338,14 @@ class KeyValue:
 
         async def hold(request: Request) -> bytes:
             nonlocal size
+            if (request.length or 0) > _MAX_BODY_BYTES:
+                raise TooLarge(_TOO_LARGE_A_BODY)
             held: list[bytes] = []
             async for piece in request.body:
                 size += len(piece)
                 self._held += len(piece)
                 if size > _MAX_BODY_BYTES:
-                    raise TooLarge(f"A body has at most {_MAX_BODY_BYTES} bytes here; PUT a larger value by itself.")
+                    raise TooLarge(_TOO_LARGE_A_BODY)
                 if self._held > _MAX_BODIES_BYTES:
                     raise Overloaded()
                 held.append(piece)

@@ -131,17 +131,22 @@ class Procedures:
     ) -> int:
         """Add to a number; the sum."""
 
+        # Not read from what is there afterwards: a time that has come already leaves nothing.
+        total = step
+
         def add(old: Record | None) -> tuple[bytes, str]:
-            if old is not None:
-                return pack(unpack(old.inline or b"") + step), old.type
-            if origin == "try":
+            nonlocal total
+            if old is None and origin == "try":
                 raise LogicalError(_NO_RECORD)
-            return pack(step if isinstance(origin, str) else origin + step), UNTYPED
+            if old is not None:
+                total = unpack(old.inline or b"") + step
+            else:
+                total = step if isinstance(origin, str) else origin + step
+            return pack(total), UNTYPED if old is None else old.type
 
         expires_s = arguments.find_expiry(self._values.now_s())
-        new = await self._values.compute(_name(arguments), add, expires_s)
-        # A time that has come already leaves nothing, but the sum was this.
-        return step if new is None else unpack(new.inline or b"")
+        await self._values.compute(_name(arguments), add, expires_s)
+        return total
 
     async def _cas(self, arguments: Arguments) -> Response:
         name, expires_s = _name(arguments), arguments.find_expiry(self._values.now_s())

@@ -279,6 +279,9 @@ class Values:
                 if well:
                     log.warning("what has expired cannot be removed: %s", exc.detail)
                 well = False
+            except Exception:
+                # Our own bug; and what expires shall not pile up behind it unseen.
+                log.exception("what has expired cannot be removed")
             await asyncio.sleep(_SWEEP_EVERY_S)
 
 

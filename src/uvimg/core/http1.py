@@ -73,6 +73,7 @@ _REQUEST_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}) ([!-~]+) HTTP/(
 _FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([^\x00-\x08\x0a-\x1f\x7f]*)")
 # RFC 3986 3.2.2: a name or address and a port; nothing that a URL's other parts could hide in.
 _HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]+)(?::[0-9]{0,5})?")
+_TO_DECODE = re.compile(r"[%?#]")
 _ABSOLUTE = re.compile(r"https?://([^/?#]*)", re.IGNORECASE)
 _ONCE = frozenset({"host", "content-length", "transfer-encoding", "expect", "range", "content-type"})
 
@@ -158,6 +159,9 @@ def _parse_line(data: bytes) -> _Line:
     if found[3] != b"1" or found[4] not in (b"0", b"1"):
         raise VersionNotSupported()
     host = None
+    if target.startswith("/") and not _TO_DECODE.search(target):
+        # Where names are asked for by the million, few lines come twice.
+        return _Line(method, target, target, "", None, found[4] == b"0")
     if absolute := _ABSOLUTE.match(target):
         host = absolute[1]
         if not _HOST.fullmatch(host):

@@ -134,6 +134,9 @@ def route(method: str, target: str, depth: int, dialect: Dialect) -> Query:
 
     Raises NotFound, MethodNotAllowed, NotImplementedHere, BadRequest.
     """
+    simple = _SIMPLE.fullmatch(target) if depth == 0 and method == "GET" else None
+    if simple is not None:
+        return Read(b"kv/%b/%b" % ((simple[1] or "default").encode(), simple[2].encode()))
     if method not in METHODS:
         raise NotImplementedHere("This method is not known here.")
     if target == "*":
@@ -163,6 +166,10 @@ def route(method: str, target: str, depth: int, dialect: Dialect) -> Query:
     elif method == "POST":
         raise NotImplementedHere("POST of a key is not known in this dialect: PUT it, or POST to /rpc.")
     return _choose(method, choices)
+
+
+# Most of what is asked for, where it is not the same again: nothing to decode, to decide or to refuse.
+_SIMPLE = re.compile(r"/(?:(?!rpc/)([A-Za-z0-9.~-][\w.~-]{0,99})/)?([A-Za-z0-9.~-][\w.~-]{0,399})", re.ASCII)
 
 
 def _route_operation(method: str, database: bytes, key: bytes, operation: bytes, query: str) -> Query:
@@ -293,8 +300,8 @@ def read_type(headers: Mapping[str, str]) -> str:
     text = headers.get("content-type") or "application/octet-stream"
     if len(text) > 255:
         raise BadRequest("Content-Type has more than 255 characters.")
-    if not text.isascii():
-        raise BadRequest("Content-Type is not ASCII.")
+    if not (text.isascii() and text.isprintable()):
+        raise BadRequest("Content-Type is not printable ASCII.")
     return text
 
 

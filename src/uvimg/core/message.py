@@ -109,6 +109,9 @@ class Response:
             self.body.close()
 
 
+# What is told of each answer: request, peer, status, size of the body in bytes, seconds.
+AccessLog = Callable[[Request, str, int, int, float], None]
+
 _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")
 
 

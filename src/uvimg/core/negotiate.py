@@ -169,7 +169,8 @@ def allows_change(headers: Mapping[str, str], etag: str | None) -> bool:
 
 def _lists(field: str, etag: str, *, weak: bool) -> bool:
     """Whether an If-Match or If-None-Match field lists this ETag. zimg's clients send it without quotes."""
-    if field.strip() == "*":
+    # Nearly always it is the very one that we gave: then a 304 costs no more than its 200 (0.8 of 10 µs).
+    if field == etag or field.strip() == "*":
         return True
     bare = etag[1:-1]
     return any(tag == bare and (weak or not is_weak) for is_weak, tag in _tags(field))

@@ -7,6 +7,7 @@ is made and kept once.
 """
 
 import math
+import re
 from dataclasses import dataclass
 
 import msgspec
@@ -58,13 +59,17 @@ class Rules:
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Decode `frames` frames, turn them upright, bring them to sRGB (or gray), scaled to width × height."""
+    """Decode `frames` frames, turn them upright, bring them to sRGB (or gray), scaled to width × height.
+
+    `fast` leaves as much of the scaling as can be to the decoder of a JPEG.
+    """
 
     width: int
     height: int
     frames: int
     managed: bool
     gray: bool
+    fast: bool = False
 
 
 class Crop(msgspec.Struct, frozen=True, tag=True):
@@ -123,7 +128,8 @@ class Plan(msgspec.Struct, frozen=True):
 def _spell(step: Step) -> str:
     match step:
         case Load():
-            return f"{step.width}x{step.height}" + (f"x{step.frames}" if step.frames > 1 else "")
+            frames = f"x{step.frames}" if step.frames > 1 else ""
+            return f"{step.width}x{step.height}{frames}" + (".fast" if step.fast else "")
         case Crop():
             return f"c{step.left}.{step.top}.{step.width}.{step.height}"
         case Rotate():
@@ -135,6 +141,49 @@ def _spell(step: Step) -> str:
         case Encode():
             bound = "" if not step.max_bytes else ".bare" if step.or_original else ".bound"
             return f"{step.format}{step.quality}.{step.effort}{bound}"
+
+
+_LOAD = re.compile(r"(\d+)x(\d+)(?:x(\d+))?(\.fast)?")
+_CROP = re.compile(r"c(\d+)\.(\d+)\.(\d+)\.(\d+)")
+_ROTATE = re.compile(r"r(\d+)\.([0-9a-f]{6})")
+_FLATTEN = re.compile(r"b([0-9a-f]{6})")
+_ENCODE = re.compile(r"(jpeg|png|webp|gif|avif)(\d+)\.(\d+)(\.bare|\.bound)?")
+
+
+def parse_key(key: str, source: Source, size: int) -> Plan | None:
+    """The plan of this key for a source of `size` bytes, None for what is not the key of one."""
+    first, *middle, last = key.split("-") if "-" in key else ("", "")
+    load, encode = _LOAD.fullmatch(first), _ENCODE.fullmatch(last)
+    if not load or not encode:
+        return None
+    width, height = int(load[1]), int(load[2])
+    frames, fast = int(load[3] or 1), bool(load[4])
+    steps: list[Step] = [Load(width, height, frames, managed=source.managed, gray=source.gray, fast=fast)]
+    for part in middle:
+        if crop := _CROP.fullmatch(part):
+            left, top, width, height = map(int, crop.groups())
+            steps.append(Crop(left, top, width, height))
+        elif rotate := _ROTATE.fullmatch(part):
+            width, height = _rotated_size(width, height, int(rotate[1]))
+            steps.append(Rotate(int(rotate[1]), width, height, _parse_colour(rotate[2])))
+        elif flatten := _FLATTEN.fullmatch(part):
+            steps.append(Flatten(_parse_colour(flatten[1])))
+        elif part == "g":
+            steps.append(Gray())
+        else:
+            return None
+    format = parse_output_format(encode[1])
+    assert format is not None
+    bound = encode[4]
+    steps.append(Encode(format, int(encode[2]), int(encode[3]), size if bound else 0, bound == ".bare"))
+    plan = Plan(tuple(steps))
+    # Leading zeros, say: one key, one plan.
+    return plan if plan.key == key else None
+
+
+def _parse_colour(text: str) -> tuple[int, int, int]:
+    red, green, blue = bytes.fromhex(text)
+    return red, green, blue
 
 
 # The container's own limit: 14 bits.

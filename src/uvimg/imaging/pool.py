@@ -2,6 +2,10 @@
 
 libvips may crash or hang on a hostile file, so it never runs in the server. A child does one job at a
 time; past its deadline it is killed and replaced, and only the request that it worked for fails.
+Two crews serve four lanes: the main one uploads and fast jobs; the slow one, of workers that are nice to all
+others, are started when there is something for them and end when there is not, slow and background jobs and
+uploads that take long. So what is slow never has a worker that a fast job waits for, and the kernel gives the
+fast one the core.
 Rule: the parent side never imports pyvips.
 Surprise: a job whose caller has gone is given a moment to end before its worker is killed: most jobs
 are shorter than the start of a new worker, and a browser that scrolls past cancels many.
@@ -16,62 +20,91 @@ import socket
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
 
 import msgspec
 
+from uvimg.core.cost import takes_long_to_inspect
 from uvimg.core.errors import BeyondLimits, Overloaded, TooSlow, Undecodable, UvimgError, WorkerFailed
 from uvimg.core.formats import Format
 from uvimg.core.message import Content, FilePart
-from uvimg.imaging import PREFIX, Inspected, Job, Order, Ready, Refused, Rendered, Reply, encode_frame
+from uvimg.imaging import PREFIX, Inspect, Inspected, Job, Order, Ready, Refused, Rendered, Reply, encode_frame
 
 log = logging.getLogger("uvimg.imaging")
 
-Lane = Literal["uploads", "renditions"]
+Lane = Literal["uploads", "fast", "slow", "background"]
+LANES: tuple[Lane, ...] = get_args(Lane)
 
 # A worker imports libvips and tries every codec before it is ready: a third of a second on a quiet core.
 _START_TIMEOUT_S = 60.0
 _ABANDON_GRACE_S = 1.0
 # A replaced worker ends by itself when its socket does, unless it hangs in some library's last words.
 _FAREWELL_S = 5.0
+# A worker of the slow crew holds some 50 MB, and another one is there within a third of a second.
+_SLOW_IDLE_S = 30.0
+_SLOW_NICENESS = 10
+# Nobody waits for these; each holds its original meanwhile.
+_MAX_BACKGROUND = 32
+# What waits in the slow lane takes its time.
+_RETRY_AFTER_S: dict[Lane, int] = {"uploads": 1, "fast": 1, "slow": 5, "background": 5}
 # A decoder that was taken over may not make the server hold whatever it likes.
 _MAX_HEAD_BYTES = 1 << 16
 _MAX_BODY_BYTES = 1 << 29
+# Nearly all renditions arrive in one piece; what is longer gets a buffer of its own.
+_BUFFER_BYTES = 1 << 17
 # What a child needs to find its libraries; no secret of the server's environment reaches it.
 _PASSED_ON = (
     *("PATH", "HOME", "LANG", "LC_ALL", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE"),
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_CONF", "MALLOC_ARENA_MAX"),
 )
+# With an arena for each of libvips' threads glibc's allocator held 79 MB after 7,000 mixed jobs, with two 63 MB, at the
+# same CPU time. jemalloc, where it is preloaded, does not look at this.
+_DEFAULTS = {"MALLOC_ARENA_MAX": "2"}
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """`queue_limit` counts the jobs that wait in one lane; `jobs_per_worker` is 0 for no end."""
+    """`workers` is the size of the main crew, and the most of the slow one.
+
+    `queue_limit` counts the jobs that wait in a lane, `slow_queue_limit` those of the slow lane;
+    `jobs_per_worker` is 0 for no end.
+    """
 
     workers: int
     queue_limit: int
+    slow_queue_limit: int
     timeout_s: float
     memory_bytes: int
     jobs_per_worker: int
     sandbox: Literal["auto", "require", "off"]
     formats: tuple[Format, ...]
 
+    def queue_limit_of(self, lane: Lane) -> int:
+        """How many jobs may wait in a lane."""
+        if lane == "background":
+            return _MAX_BACKGROUND
+        return self.slow_queue_limit if lane == "slow" else self.queue_limit
+
 
 class WorkerDied(Exception):
-    """The child went away in the middle of a job or before it was ready."""
+    """The child went away before it was ready, or cannot be had."""
+
+
+Answer = tuple[Inspected | Rendered, bytes]
 
 
 class Pool:
-    """Workers and the jobs that wait for them. `run` is the door."""
+    """Workers and the jobs that wait for them. `run` is the door.
+
+    A job costs one future and two timers, no task: what a child says is acted upon where it arrives.
+    """
 
     def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
-        self._workers: set[_Worker] = set()
-        self._idle: deque[_Worker] = deque()
-        self._lanes: dict[Lane, deque[asyncio.Future[_Worker]]] = {"uploads": deque(), "renditions": deque()}
-        self._last_lane: Lane = "renditions"
+        self._main = _Crew(settings.workers, 0, ("uploads", "fast"))
+        self._slow = _Crew(settings.workers, _SLOW_NICENESS, ("uploads", "slow", "background"))
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
         # In the clock's seconds; None while there is a worker.
@@ -81,11 +114,11 @@ class Pool:
         self.died = self.recycled = self.timeouts = 0
 
     async def start(self) -> Ready:
-        """Start every worker and say what they can do. WorkerDied when they cannot be started as configured."""
+        """Start the main crew and say what it can do. WorkerDied when it cannot be started as configured."""
 
         async def start_one() -> Ready:
-            worker = await _start_worker(self._settings)
-            self._welcome(worker)
+            worker = await _start_worker(self._settings, self._main.niceness)
+            self._welcome(worker, self._main)
             return worker.ready
 
         try:
@@ -105,55 +138,42 @@ class Pool:
     async def stop(self) -> None:
         """Let no worker live on. Jobs that wait or are in flight end as Overloaded."""
         self._stopping = True
-        for line in self._lanes.values():
-            while line:
-                waiting = line.popleft()
-                if not waiting.done():
+        for crew in (self._main, self._slow):
+            for line in crew.lines.values():
+                for errand in list(line.errands):
                     # Not cancelled: to those who wait that would look like their own cancellation.
-                    waiting.set_exception(Overloaded())
-        for worker in list(self._workers):
-            worker.kill()
+                    self._give_up(errand)
+        workers = [*self._main.workers, *self._slow.workers]
+        for worker in workers:
+            self._lose(worker)
         for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._tasks, *(worker.exited() for worker in self._workers), return_exceptions=True)
+        await asyncio.gather(*self._tasks, *(worker.exited() for worker in workers), return_exceptions=True)
 
-    async def run(self, job: Job, original: Content, lane: Lane) -> tuple[Inspected | Rendered, bytes]:
+    async def run(self, job: Job, original: Content, lane: Lane) -> Answer:
         """Have a job done. `original` is not used any more when this returns or raises.
 
         Raises Overloaded at once when the lane is full, TooSlow past the deadline, Undecodable and
         BeyondLimits for the image's own faults, WorkerFailed when two workers died of it.
         """
         assert isinstance(original, bytes) or original.start == 0, "a worker is given whole files"
-        for attempt in range(2):
-            try:
-                worker = await self._take(lane, again=attempt > 0)
-            except Overloaded:
-                self.refused[lane] += 1
-                raise
-            if not attempt:
-                self.given[lane] += 1
-            try:
-                # Here and not in the task: nothing may use `original` once a cancelled caller has gone.
-                told = worker.tell(job, original)
-            except BaseException:
-                worker.kill()
-                raise
-            work = asyncio.create_task(self._work(worker, told))
-            try:
-                answer, body = await asyncio.shield(work)
-            except asyncio.CancelledError:
-                if not work.done():
-                    worker.kill_later(_ABANDON_GRACE_S)
-                    self._keep(_settle(work))
-                raise
-            except WorkerDied:
-                log.warning("a worker died of a job of the lane %s", lane)
-                continue
-            if isinstance(answer, Refused):
-                raise _translate(answer)
-            assert isinstance(answer, Inspected | Rendered)
-            return answer, body
-        raise WorkerFailed()
+        done = asyncio.get_running_loop().create_future()
+        errand = _Errand(job, original, self._find_line(job, original, lane), done)
+        if self._stopping or not self._place(errand):
+            self.refused[lane] += 1
+            raise Overloaded(_RETRY_AFTER_S[lane])
+        try:
+            answer, body = await errand.done
+        except asyncio.CancelledError:
+            self._abandon(errand)
+            raise
+        except Overloaded:
+            self.refused[lane] += 1
+            raise
+        if isinstance(answer, Refused):
+            raise _translate(answer)
+        assert isinstance(answer, Inspected | Rendered)
+        return answer, body
 
     @property
     def waiting(self) -> int:
@@ -163,140 +183,280 @@ class Pool:
     @property
     def queues(self) -> dict[Lane, int]:
         """How many jobs wait for a worker in each lane."""
-        return {lane: len(line) for lane, line in self._lanes.items()}
+        queues = dict.fromkeys(LANES, 0)
+        for crew in (self._main, self._slow):
+            for lane, line in crew.lines.items():
+                queues[lane] += len(line.errands)
+        return queues
 
     @property
     def pids(self) -> list[int]:
-        return [worker.pid for worker in self._workers]
+        """Those of both crews."""
+        return [worker.pid for crew in (self._main, self._slow) for worker in crew.workers]
 
     @property
-    def idle(self) -> int:
-        """How many workers have nothing to do."""
-        return len(self._idle)
+    def workers(self) -> tuple[int, int]:
+        """How many of the main crew are busy, and idle."""
+        return self._main.busy, len(self._main.idle)
+
+    @property
+    def slow_workers(self) -> tuple[int, int]:
+        """How many of the slow crew are busy, and idle."""
+        return self._slow.busy, len(self._slow.idle)
 
     @property
     def workerless_s(self) -> float:
-        """For how long there has been no worker alive, 0 while there is one."""
+        """For how long there has been no worker of the main crew alive, 0 while there is one."""
         return 0.0 if self._workerless_since is None else time.monotonic() - self._workerless_since
 
-    async def _take(self, lane: Lane, *, again: bool) -> "_Worker":
-        """An idle worker, now or in turn. Whoever takes one hands it to `_work`, which gives it back.
+    @property
+    def is_quiet(self) -> bool:
+        """Whether a background job may begin: nothing else waits, a core has nothing to do, and no other one runs."""
+        busy = 0
+        for crew in (self._main, self._slow):
+            if crew.choose_line() is not None:
+                return False
+            for worker in crew.workers:
+                if worker.errand is not None:
+                    busy += 1
+                    if worker.errand.line.lane == "background":
+                        return False
+        return busy < self._settings.workers
 
-        `again` is for a job whose worker died: it has been admitted and has waited already.
-        """
-        if self._stopping:
-            raise Overloaded()
-        while self._idle:
-            worker = self._idle.popleft()
-            if not worker.is_gone:
-                return worker
-        line = self._lanes[lane]
-        future: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
-        if again:
-            line.appendleft(future)
-        elif len(line) < self._settings.queue_limit:
-            line.append(future)
+    # Jobs
+
+    def _find_line(self, job: Job, original: Content, lane: Lane) -> "_Line":
+        if lane in self._main.lines:
+            size = original.size if isinstance(original, FilePart) else len(original)
+            if not (isinstance(job, Inspect) and takes_long_to_inspect(job.format, size)):
+                return self._main.lines[lane]
+        return self._slow.lines[lane]
+
+    def _place(self, errand: "_Errand") -> bool:
+        """Give a job to an idle worker, or let it wait. False where its lane is full."""
+        line, crew = errand.line, errand.line.crew
+        if line.lane != "background" or self.is_quiet:
+            worker = crew.take_idle()
+            if worker is not None:
+                self._give(worker, errand)
+                return True
+        if errand.attempts:
+            # Its worker died: it has been admitted and has waited already.
+            line.errands.appendleft(errand)
+        elif self.queues[line.lane] < self._limit(line):
+            line.errands.append(errand)
         else:
-            raise Overloaded()
-        try:
-            async with asyncio.timeout(self._settings.timeout_s):
-                return await future
-        except BaseException as exc:
-            if future in line:
-                line.remove(future)
-            elif not future.cancelled() and future.exception() is None:
-                # Handed a worker in the very moment in which the caller went.
-                self._offer(future.result())
-            if isinstance(exc, TimeoutError):
-                raise Overloaded() from None
-            raise
+            return False
+        errand.timer = asyncio.get_running_loop().call_later(self._settings.timeout_s, self._give_up, errand)
+        self._reinforce()
+        return True
 
-    def _offer(self, worker: "_Worker") -> None:
-        """A free worker goes to who waits, uploads and renditions by turns, or is idle."""
-        if worker.dead:
+    def _limit(self, line: "_Line") -> int:
+        """How many jobs may wait here; those for which a worker is started now do not count."""
+        limit = self._settings.queue_limit_of(line.lane)
+        if line.crew is self._main or line.lane == "background":
+            return limit
+        return limit + max(0, line.crew.size - len(line.crew.workers))
+
+    def _give(self, worker: "_Worker", errand: "_Errand") -> None:
+        """Hand a job over, whole, in this call: nothing may use an original once a cancelled caller has gone."""
+        errand.stop_waiting()
+        if not errand.attempts:
+            self.given[errand.line.lane] += 1
+        errand.attempts += 1
+        errand.line.catch_up()
+        errand.worker, worker.errand = worker, errand
+        loop = asyncio.get_running_loop()
+        errand.began_s = loop.time()
+        try:
+            told = worker.tell(errand.job, errand.original)
+        except Exception as exc:
+            # Such as an original whose file is closed: the job's fault, and where the child stands nobody knows.
+            self._lose(worker, exc)
             return
-        order: list[Lane] = ["uploads", "renditions"] if self._last_lane == "renditions" else ["renditions", "uploads"]
-        for lane in order:
-            line = self._lanes[lane]
-            while line:
-                future = line.popleft()
-                if not future.done():
-                    self._last_lane = lane
-                    future.set_result(worker)
-                    return
-        self._idle.append(worker)
+        if told:
+            errand.timer = loop.call_later(self._settings.timeout_s, self._end_overdue, worker)
+        else:
+            self._lose(worker)
 
-    async def _work(self, worker: "_Worker", told: bool) -> tuple[Reply, bytes]:
-        """Wait for the answer to the job that a worker was told; it is idle or on its way out afterwards."""
-        try:
-            if not told:
-                raise EOFError
-            async with asyncio.timeout(self._settings.timeout_s):
-                result = await worker.reply()
-        except TimeoutError:
-            self.timeouts += 1
-            log.warning("a worker was killed: its job took longer than %g s", self._settings.timeout_s)
-            worker.kill()
-            raise TooSlow() from None
-        except (OSError, EOFError) as exc:
-            worker.kill()
-            raise WorkerDied from exc
-        except BaseException:
-            # Cancelled, or an answer that we do not understand: where the child stands nobody knows.
-            worker.kill()
-            raise
+    def _take_answer(self, worker: "_Worker", answer: Reply, body: bytes) -> None:
+        errand = worker.errand
+        if errand is None:
+            # It speaks unasked: where it stands nobody knows.
+            self._lose(worker)
+            return
+        worker.errand = None
+        errand.end_work()
+        if not errand.done.done():
+            errand.done.set_result((answer, body))
+        # It came to its end in time after all, where its caller had gone.
         worker.spare()
         if worker.replaced:
             worker.dismiss()
-        else:
-            if worker.jobs == worker.jobs_until_recycled:
-                self._keep(self._recycle(worker))
-            self._offer(worker)
-        return result
+            return
+        if worker.jobs == worker.jobs_until_recycled:
+            self._keep(self._recycle(worker))
+        self._offer(worker)
+
+    def _end_overdue(self, worker: "_Worker") -> None:
+        self.timeouts += 1
+        log.warning("a worker was killed: its job took longer than %g s", self._settings.timeout_s)
+        self._lose(worker, TooSlow())
+
+    def _lose(self, worker: "_Worker", error: Exception | None = None) -> None:
+        """Be done with a worker. The job that it had ends with `error`, or else is done by another, once."""
+        worker.dead = True
+        worker.kill()
+        errand, worker.errand = worker.errand, None
+        if errand is None:
+            return
+        errand.end_work()
+        if errand.done.done():
+            return
+        if error is None and self._stopping:
+            error = Overloaded()
+        if error is None:
+            log.warning("a worker died of a job of the lane %s", errand.line.lane)
+            if errand.attempts < 2:
+                self._place(errand)
+                return
+            error = WorkerFailed()
+        errand.done.set_exception(error)
+
+    def _give_up(self, errand: "_Errand") -> None:
+        """It has waited for as long as a job may take."""
+        errand.stop_waiting()
+        errand.line.errands.remove(errand)
+        if not errand.done.done():
+            errand.done.set_exception(Overloaded(_RETRY_AFTER_S[errand.line.lane]))
+
+    def _abandon(self, errand: "_Errand") -> None:
+        """Nobody waits for this job any more."""
+        worker = errand.worker
+        if worker is not None and worker.errand is errand:
+            worker.kill_later(_ABANDON_GRACE_S)
+        elif errand in errand.line.errands:
+            errand.stop_waiting()
+            errand.line.errands.remove(errand)
+
+    def _offer(self, worker: "_Worker") -> None:
+        """A free worker takes the next job of its crew's lanes, or is idle."""
+        if worker.dead:
+            return
+        crew = worker.crew
+        while (line := crew.choose_line()) is not None:
+            errand = line.errands.popleft()
+            if not errand.done.done():
+                self._give(worker, errand)
+                return
+            errand.stop_waiting()
+        crew.idle.append(worker)
+        if crew is self._slow:
+            worker.retire_later(_SLOW_IDLE_S, self._retire)
+        self._give_background()
+
+    # The slow crew
+
+    def _give_background(self) -> None:
+        errands = self._slow.lines["background"].errands
+        while errands and self.is_quiet:
+            worker = self._slow.take_idle()
+            if worker is None:
+                self._reinforce()
+                return
+            errand = errands.popleft()
+            if errand.done.done():
+                errand.stop_waiting()
+                self._offer(worker)
+                return
+            self._give(worker, errand)
+
+    def _reinforce(self) -> None:
+        """Start workers of the slow crew for what waits there, one for each job, as many as there may be."""
+        crew = self._slow
+        waiting = sum(len(line.errands) for line in crew.lines.values() if line.lane != "background")
+        # A background job keeps no other from a worker.
+        extra = any(worker.errand and worker.errand.line.lane == "background" for worker in crew.workers)
+        wanted = min(waiting, crew.size + extra - len(crew.workers))
+        if not wanted and crew.lines["background"].errands and not crew.idle and self.is_quiet:
+            wanted = 1
+        while crew.starting < wanted and not self._stopping:
+            crew.starting += 1
+            self._keep(self._start_slow())
+
+    async def _start_slow(self) -> None:
+        try:
+            worker = await _start_worker(self._settings, self._slow.niceness)
+        except WorkerDied:
+            log.error("no worker could be started for slow jobs; those that wait try again in a second")
+            await asyncio.sleep(1)
+            self._slow.starting -= 1
+            self._reinforce()
+            return
+        except BaseException:
+            self._slow.starting -= 1
+            raise
+        self._slow.starting -= 1
+        self._welcome(worker, self._slow)
+
+    def _retire(self, worker: "_Worker") -> None:
+        """Nothing has come for a worker of the slow crew for a while."""
+        self._slow.idle.remove(worker)
+        worker.replaced = True
+        worker.dismiss()
+
+    # Workers
 
     async def _recycle(self, old: "_Worker") -> None:
         """A worker at the end of its count goes on until its successor is ready."""
         try:
-            successor = await _start_worker(self._settings)
+            successor = await _start_worker(self._settings, old.crew.niceness)
         except WorkerDied:
             log.error("a worker that was to replace another could not be started; the old one goes on")
             old.jobs = 0
             return
-        if old.dead:
+        if old.dead or old.replaced:
             # It could not wait, and its end has brought a successor too: now there is one too many.
             successor.kill()
             await successor.exited()
             return
-        self._welcome(successor)
         self.recycled += 1
         old.replaced = True
-        if old in self._idle:
-            self._idle.remove(old)
+        if old in old.crew.idle:
+            old.crew.idle.remove(old)
             old.dismiss()
+        self._welcome(successor, old.crew)
 
-    def _welcome(self, worker: "_Worker") -> None:
-        self._workers.add(worker)
-        self._workerless_since = None
+    def _welcome(self, worker: "_Worker", crew: "_Crew") -> None:
+        worker.crew, worker.on_answer, worker.on_loss = crew, self._take_answer, self._lose
+        crew.workers.add(worker)
+        if crew is self._main:
+            self._workerless_since = None
         self._keep(self._attend(worker))
         self._offer(worker)
 
     async def _attend(self, worker: "_Worker") -> None:
         """Wait for a worker's end, however it comes, and see to a successor unless it has one."""
         status = await worker.exited()
-        worker.dead = True
-        self._workers.discard(worker)
-        if not self._workers:
+        crew = worker.crew
+        crew.workers.discard(worker)
+        if worker in crew.idle:
+            crew.idle.remove(worker)
+        if crew is self._main and not crew.workers:
             self._workerless_since = time.monotonic()
-        if worker in self._idle:
-            self._idle.remove(worker)
+        self._lose(worker)
+        if self._stopping or worker.replaced:
+            return
+        self.died += 1
+        log.warning("worker %d ended with status %s and is replaced", worker.pid, status)
+        if crew is self._slow:
+            self._reinforce()
+            return
         delay_s = 0.0
-        while not (self._stopping or worker.replaced):
-            if not delay_s:
-                self.died += 1
-                log.warning("worker %d ended with status %s and is replaced", worker.pid, status)
+        while not self._stopping:
             await asyncio.sleep(delay_s)
             try:
-                self._welcome(await _start_worker(self._settings))
+                self._welcome(await _start_worker(self._settings, crew.niceness), crew)
                 return
             except WorkerDied:
                 delay_s = min(5.0, 2 * delay_s or 0.5)
@@ -308,14 +468,74 @@ class Pool:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _settle(work: "asyncio.Task[tuple[Reply, bytes]]") -> None:
-    """See a job to its end that nobody waits for any more."""
-    try:
-        await work
-    except (WorkerDied, UvimgError):
-        pass
-    except Exception:
-        log.exception("a job that nobody waited for any more failed")
+class _Crew:
+    """Workers of one niceness, and the lanes that they serve."""
+
+    def __init__(self, size: int, niceness: int, lanes: tuple[Lane, ...]) -> None:
+        self.size, self.niceness = size, niceness
+        self.workers: set[_Worker] = set()
+        self.idle: list[_Worker] = []
+        # How many are on their way beyond those that replace others.
+        self.starting = 0
+        self.lines: dict[Lane, _Line] = {lane: _Line(lane, self) for lane in lanes}
+        # What the lane that was served last had used by then.
+        self.used_s = 0.0
+
+    @property
+    def busy(self) -> int:
+        """How many have a job."""
+        return sum(worker.errand is not None for worker in self.workers)
+
+    def take_idle(self) -> "_Worker | None":
+        """The one that worked last: its memory is still warm."""
+        while self.idle:
+            worker = self.idle.pop()
+            worker.spare()
+            if not worker.is_gone:
+                return worker
+        return None
+
+    def choose_line(self) -> "_Line | None":
+        """Of those where jobs wait, the one that has used the least time: a large upload counts for many small jobs."""
+        waiting = [line for line in self.lines.values() if line.errands and line.lane != "background"]
+        return min(waiting, key=lambda line: line.used_s, default=None)
+
+
+class _Line:
+    """The jobs of a lane that wait for one crew."""
+
+    def __init__(self, lane: Lane, crew: _Crew) -> None:
+        self.lane, self.crew = lane, crew
+        self.errands: deque[_Errand] = deque()
+        # Of the crew's time, since the start.
+        self.used_s = 0.0
+
+    def catch_up(self) -> None:
+        """What a lane did not use while it was empty is no credit for later."""
+        self.used_s = self.crew.used_s = max(self.used_s, self.crew.used_s)
+
+
+@dataclass(eq=False, slots=True)
+class _Errand:
+    """A job on its way through the pool. `timer` ends its wait, and then its work."""
+
+    job: Job
+    original: Content
+    line: _Line
+    done: "asyncio.Future[tuple[Reply, bytes]]"
+    attempts: int = 0
+    worker: "_Worker | None" = None
+    began_s: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+
+    def stop_waiting(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def end_work(self) -> None:
+        self.stop_waiting()
+        self.line.used_s += asyncio.get_running_loop().time() - self.began_s
 
 
 def _translate(refused: Refused) -> UvimgError:
@@ -324,21 +544,28 @@ def _translate(refused: Refused) -> UvimgError:
     return Undecodable(f"The image cannot be decoded: {refused.detail}.")
 
 
-@dataclass(eq=False, slots=True)
-class _Worker:
+class _Worker(asyncio.BufferedProtocol):
     """A child process and our end of its socket."""
 
-    process: asyncio.subprocess.Process
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    # A second handle on the socket: streams cannot send a descriptor.
-    raw: socket.socket
-    ready: Ready
-    jobs_until_recycled: int
-    jobs: int = 0
-    replaced: bool = False
-    dead: bool = False
-    _executioner: asyncio.TimerHandle | None = field(default=None)
+    def __init__(self, process: asyncio.subprocess.Process, raw: socket.socket) -> None:
+        self.process = process
+        # A second handle on the socket: transports cannot send a descriptor.
+        self.raw = raw
+        self.transport: asyncio.WriteTransport | None = None
+        self.ready: Ready
+        self.crew: _Crew
+        self.errand: _Errand | None = None
+        self.jobs = 0
+        self.jobs_until_recycled = -1
+        # Its successor is there, or it is to have none.
+        self.replaced = False
+        # Of no use any more, though it may not have ended yet.
+        self.dead = False
+        self.on_answer: Callable[[_Worker, Reply, bytes], None]
+        self.on_loss: Callable[[_Worker], None]
+        self._timer: asyncio.TimerHandle | None = None
+        self._buffer = self._view = memoryview(bytearray(_BUFFER_BYTES))
+        self._filled = 0
 
     @property
     def pid(self) -> int:
@@ -359,43 +586,88 @@ class _Worker:
     def tell(self, job: Job, original: Content) -> bool:
         """Hand a job over, whole, in this call. False when the child has gone."""
         self.jobs += 1
-        if self.dead:
-            # Handed over, it died before its new holder came to it: the socket is closed, and uvloop raises on those.
+        if self.dead or self.transport is None:
             return False
-        if not isinstance(original, FilePart):
-            self.writer.writelines((encode_frame(Order(job), len(original)), original))
-            return True
-        frame = encode_frame(Order(job, original.size), 0)
         try:
-            # Smaller than any socket's buffer, and the worker is idle: never blocks, never goes in part.
-            return socket.send_fds(self.raw, [frame], [original.file.fileno()]) == len(frame)
+            if isinstance(original, FilePart):
+                frame = encode_frame(Order(job, original.size), 0)
+                # Smaller than any socket's buffer, and the worker is idle: never blocks, never goes in part.
+                return socket.send_fds(self.raw, [frame], [original.file.fileno()]) == len(frame)
+            frame = encode_frame(Order(job), len(original))
+            sent = self.raw.sendmsg((frame, original)) - len(frame)
         except OSError:
             return False
+        if sent < len(original):
+            self.transport.write(memoryview(original)[sent:])
+        return sent >= 0
 
-    async def reply(self) -> tuple[Reply, bytes]:
-        await self.writer.drain()
-        return await _read_reply(self.reader)
+    # What the child says: one frame for each job
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's does not say that it is one.
+        self.transport = cast(asyncio.WriteTransport, transport)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._view[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._filled += nbytes
+        if self._filled < PREFIX.size:
+            return
+        head_size, size = PREFIX.unpack_from(self._view)
+        begin = PREFIX.size + head_size
+        end = begin + size
+        if head_size > _MAX_HEAD_BYTES or size > _MAX_BODY_BYTES or self._filled > end:
+            self.on_loss(self)
+            return
+        if self._filled < end:
+            if end > len(self._view):
+                longer = memoryview(bytearray(end))
+                longer[: self._filled] = self._view[: self._filled]
+                self._view = longer
+            return
+        try:
+            head = _decode_reply(self._view[PREFIX.size : begin])
+        except msgspec.DecodeError:
+            self.on_loss(self)
+            return
+        body = bytes(self._view[begin:end])
+        self._view, self._filled = self._buffer, 0
+        self.on_answer(self, head, body)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.replaced or self.errand is not None:
+            self.on_loss(self)
+
+    # Its end
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
 
     def kill_later(self, delay_s: float) -> None:
-        self._executioner = asyncio.get_running_loop().call_later(delay_s, self.kill)
+        self.spare()
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self.kill)
+
+    def retire_later(self, delay_s: float, retire: "Callable[[_Worker], None]") -> None:
+        self.spare()
+        self._timer = asyncio.get_running_loop().call_later(delay_s, retire, self)
 
     def spare(self) -> None:
-        """The job came to its end in time after all."""
-        if self._executioner is not None:
-            self._executioner.cancel()
-            self._executioner = None
+        """Go on: no end is near any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def dismiss(self) -> None:
         """Let the child end, as it does by itself when its socket does."""
+        self.dead = True
         self.close()
         self.kill_later(_FAREWELL_S)
 
     def close(self) -> None:
-        self.writer.close()
+        if self.transport is not None:
+            self.transport.close()
         self.raw.close()
 
     async def exited(self) -> int:
@@ -406,7 +678,10 @@ class _Worker:
         return status
 
 
-async def _start_worker(settings: PoolSettings) -> _Worker:
+_decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+async def _start_worker(settings: PoolSettings, niceness: int) -> _Worker:
     """A worker that has said that it is ready. WorkerDied when there is none to be had; nothing is left over then."""
     try:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -421,10 +696,12 @@ async def _start_worker(settings: PoolSettings) -> _Worker:
         "memory_bytes": settings.memory_bytes,
         "sandbox": settings.sandbox,
         "allowed": settings.formats,
+        "niceness": niceness,
     }
+    loop = asyncio.get_running_loop()
     # Whatever of it there is, when this fails or is cancelled.
     process: asyncio.subprocess.Process | None = None
-    end: socket.socket | asyncio.StreamWriter = ours
+    end: socket.socket | asyncio.BaseTransport = ours
     try:
         with theirs:
             creating = asyncio.ensure_future(
@@ -433,7 +710,7 @@ async def _start_worker(settings: PoolSettings) -> _Worker:
                     pass_fds=(theirs.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
-                    env={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
+                    env=_DEFAULTS | {name: os.environ[name] for name in _PASSED_ON if name in os.environ},
                 )
             )
             try:
@@ -442,10 +719,17 @@ async def _start_worker(settings: PoolSettings) -> _Worker:
                 # A matter of milliseconds, and then there is a process that can be seen off.
                 process = await creating
                 raise
-        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 22)
-        end = writer
+        worker = _Worker(process, raw)
+        first: asyncio.Future[Reply | None] = loop.create_future()
+
+        def settle(answer: Reply | None) -> None:
+            if not first.done():
+                first.set_result(answer)
+
+        worker.on_answer, worker.on_loss = lambda _, answer, __: settle(answer), lambda _: settle(None)
+        end, _ = await loop.create_unix_connection(lambda: worker, sock=ours)
         async with asyncio.timeout(_START_TIMEOUT_S):
-            ready, _ = await _read_reply(reader)
+            ready = await first
         if not isinstance(ready, Ready):
             raise EOFError
         if settings.sandbox == "require" and "landlock" not in ready.confined_by:
@@ -460,18 +744,7 @@ async def _start_worker(settings: PoolSettings) -> _Worker:
         if isinstance(exc, EOFError | OSError):
             raise WorkerDied("an image worker could not be started; its own message is above") from exc
         raise
+    worker.ready = ready
     # Not all at the same moment: a tenth of the workers' count apart.
-    until = round(settings.jobs_per_worker * random.uniform(0.9, 1.1)) or -1
-    return _Worker(process, reader, writer, raw, ready, until)
-
-
-async def _read_reply(reader: asyncio.StreamReader) -> tuple[Reply, bytes]:
-    """An answer and its bytes. EOFError also for one that no honest worker gives."""
-    head_size, size = PREFIX.unpack(await reader.readexactly(PREFIX.size))
-    if head_size > _MAX_HEAD_BYTES or size > _MAX_BODY_BYTES:
-        raise EOFError
-    try:
-        head = msgspec.msgpack.decode(await reader.readexactly(head_size), type=Reply)
-    except msgspec.DecodeError as exc:
-        raise EOFError from exc
-    return head, await reader.readexactly(size)
+    worker.jobs_until_recycled = round(settings.jobs_per_worker * random.uniform(0.9, 1.1)) or -1
+    return worker

@@ -58,18 +58,21 @@ _LOADERS: dict[Format, str] = {
 
 
 class Arguments(msgspec.Struct, frozen=True):
-    """What the parent says on the command line. `sandbox` is "auto", "require" or "off"."""
+    """What the parent says on the command line. `sandbox` is "auto", "require" or "off"; `niceness` adds to its own."""
 
     socket_fd: int
     parent_pid: int
     memory_bytes: int
     sandbox: str
     allowed: tuple[str, ...]
+    niceness: int = 0
 
 
 def main() -> None:
     arguments = msgspec.json.decode(sys.argv[1].encode(), type=Arguments)
     die_with_parent(arguments.parent_pid)
+    # Before there are threads, which have it from this one.
+    os.nice(arguments.niceness)
     # Ctrl-C, a closed terminal and a service manager's signals reach the whole group; the parent says when work is
     # over.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -95,9 +98,7 @@ def main() -> None:
         job, original = received
         with original:
             answer, body = _answer(job, original)
-        connection.sendall(encode_frame(answer, len(body)))
-        if body:
-            connection.sendall(body)
+        _send(connection, encode_frame(answer, len(body)), body)
 
 
 class Original:
@@ -125,15 +126,46 @@ class Original:
             os.close(self._fd)
 
 
+def _send(connection: socket.socket, frame: bytes, body: bytes) -> None:
+    """In one call, so that the parent is woken once."""
+    sent = connection.sendmsg((frame, body))
+    if sent < len(frame) + len(body):
+        # A stopped process sends less.
+        connection.sendall(memoryview(frame + body)[sent:])
+
+
+# Most orders arrive in one call, with their originals.
+_buffer = memoryview(bytearray(1 << 17))
+_DESCRIPTOR_BYTES = socket.CMSG_SPACE(4)
+
+
 def _receive(connection: socket.socket) -> tuple[Job, Original] | None:
     """The next job, None when the parent has closed the socket."""
-    start, fds, _, _ = socket.recv_fds(connection, PREFIX.size, 1)
-    if not start:
+    received, ancillary, _, _ = connection.recvmsg_into((_buffer,), _DESCRIPTOR_BYTES)
+    if not received:
         return None
-    head_size, size = PREFIX.unpack(start + _receive_exactly(connection, PREFIX.size - len(start)))
-    order = msgspec.msgpack.decode(_receive_exactly(connection, head_size), type=Order)
-    data = _receive_exactly(connection, size)
-    return order.job, Original(data, fds[0] if fds else None, order.file_size if fds else size)
+    if received < PREFIX.size:
+        received += _fill(connection, received, PREFIX.size)
+    head_size, size = PREFIX.unpack_from(_buffer)
+    begin = PREFIX.size + head_size
+    if received < begin:
+        received += _fill(connection, received, begin)
+    order = _decode_order(_buffer[PREFIX.size : begin])
+    data = bytes(_buffer[begin:received])
+    if len(data) < size:
+        data = b"".join((data, _receive_exactly(connection, size - len(data))))
+    fd = int.from_bytes(ancillary[0][2][:4], sys.byteorder) if ancillary else None
+    return order.job, Original(data, fd, size if fd is None else order.file_size)
+
+
+_decode_order = msgspec.msgpack.Decoder(Order).decode
+
+
+def _fill(connection: socket.socket, start: int, stop: int) -> int:
+    """More of an order that came in pieces."""
+    part = _receive_exactly(connection, stop - start)
+    _buffer[start:stop] = part
+    return len(part)
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:
@@ -325,6 +357,12 @@ def _render(format: Format, plan: Plan, original: Original) -> tuple[Rendered, b
 def _load(load: Load, original: Original) -> Iterator[Image]:
     """The frames, upright, 8 bits a channel, in sRGB or gray, at the plan's size."""
     colours = {"output_profile": "srgb"} if load.managed else {}
+    if load.fast:
+        # At its own size thumbnail_image leaves the pixels alone; it turns upright and converts colours.
+        half = pyvips.Image.new_from_source(original.source(), "", access="sequential", shrink=2)
+        image = half.thumbnail_image(load.width, height=load.height, size="force", **colours)
+        yield _to_8_bit(image, load.gray)
+        return
     if load.frames == 1:
         # thumbnail also turns upright, converts colours and premultiplies alpha, so it serves at any size.
         image = pyvips.Image.thumbnail_source(
@@ -414,7 +452,9 @@ def _write(image: Image, encode: Encode) -> bytes:
     """The bytes of a rendition. No metadata comes along."""
     match encode.format:
         case "jpeg":
-            written = image.jpegsave_buffer(Q=encode.quality, optimize_coding=True, keep="none")
+            # libvips leaves the second out where its libjpeg is not MozJPEG's.
+            slow = {"trellis_quant": True, "overshoot_deringing": True} if encode.effort else {}
+            written = image.jpegsave_buffer(Q=encode.quality, optimize_coding=True, keep="none", **slow)
         case "png":
             written = image.pngsave_buffer(compression=encode.effort, keep="none")
         case "webp":

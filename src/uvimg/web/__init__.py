@@ -1,14 +1,11 @@
 """Front-ends: bytes on a socket ↔ Request and Response. They translate, no more."""
 
 import asyncio
-import os
 import socket
 import ssl
 import sys
 from dataclasses import dataclass
 from typing import Protocol
-
-from uvimg.core.message import FilePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +49,3 @@ def name_peer(transport: asyncio.BaseTransport | None) -> str:
         return sys.intern(str(name[0]))
     connection = None if transport is None else transport.get_extra_info("socket")
     return LOCAL_PEER if connection is not None and connection.family == socket.AF_UNIX else ""
-
-
-def read_part(part: FilePart, at: int, size: int) -> bytes:
-    """Bytes of a file that is being sent. ConnectionResetError when it has become shorter: a body must not be.
-
-    What follows a short body on its connection would be taken for the rest of it.
-    """
-    data = os.pread(part.file.fileno(), size, part.start + at)
-    if len(data) != size:
-        raise ConnectionResetError("a file has become shorter while it was sent")
-    return data

@@ -22,13 +22,13 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from uvimg.assembly import assemble
 from uvimg.config import Settings
-from uvimg.core.errors import BadRequest, RequestTimeout, UvimgError
-from uvimg.core.http1 import BODY_BYTES_PER_S, BODY_START_S, HANDSHAKE_S, PHRASES, Head, encode_head, parse_head
+from uvimg.core.errors import BadRequest, UvimgError
+from uvimg.core.http1 import HANDSHAKE_S, PHRASES, Head, encode_head, parse_head
 from uvimg.core.message import NO_BODY, FilePart, Pieces, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.service import Service
-from uvimg.web import WebSettings, name_peer, read_part
-from uvimg.web.drain import Drain
+from uvimg.web import WebSettings, name_peer
+from uvimg.web.bodies import PIECE_BYTES, read_paced, read_piece
 from uvimg.web.gate import Gate, Gates
 from uvimg.web.listen import close_servers
 from uvimg.web.memo import Memo, Watch, is_memorable
@@ -38,9 +38,6 @@ from uvimg.web.tls import TlsTransport
 _LAST_STEPS_S = 1.0
 # For what is nobody's business but ours.
 _NEVER_S = 1e9
-# Files are sent in such pieces. A large one is read in a thread: a disk may take its time.
-_PIECE_BYTES = 262_144
-_READ_AT_ONCE_BYTES = 1 << 20
 
 
 def application(settings: Settings) -> web.Application:
@@ -128,7 +125,7 @@ class AiohttpFrontEnd:
         logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
         self._servers: list[asyncio.Server] = []
         self._listeners: list[socket.socket] = []
-        self._memo, self._drain = Memo(service, settings.memo_bytes), Drain()
+        self._memo = Memo(service, settings.memo_bytes)
 
     async def start(self, listeners: list[socket.socket]) -> None:
         self.server = _GatedServer(
@@ -144,7 +141,8 @@ class AiohttpFrontEnd:
             # Ours says the same for every front-end.
             access_log=None,
         )
-        self.server.gates = Gates(self.server.make_inner, self._settings, self._memo, self._drain)
+        self.server.gates = gates = Gates(self.server.make_inner, self._settings, self._memo)
+        self._drain = gates.drain
         self.server.tls = self._settings.tls
         self._listeners = listeners
         loop = asyncio.get_running_loop()
@@ -154,18 +152,16 @@ class AiohttpFrontEnd:
 
     @property
     def open_connections(self) -> int:
-        return len(self.server.gates.open)
+        return len(self.server.gates)
 
     async def stop(self) -> None:
         self._memo.stop()
         await close_servers(self._servers, self._listeners)
-        gates = self.server.gates
-        await self._drain.run(gates.all_closed, gates.close_idle, self._settings.grace_s)
-        await gates.close()
+        await self.server.gates.see_off()
         await self.server.shutdown(_LAST_STEPS_S)
 
     async def _handle(self, incoming: web.BaseRequest) -> web.StreamResponse:
-        gate = incoming.transport
+        gate: object = incoming.transport
         if gate is None:
             # It has gone, and aiohttp has not yet heard of it.
             return web.Response(status=400)
@@ -240,30 +236,26 @@ def _make_request(
     return Request(head.method, head.target, path, head.query, headers, peer, head.length, body, prefix)
 
 
-async def _read_body(incoming: web.BaseRequest, head: Head, gate: Gate | None) -> AsyncIterator[bytes]:
+def _read_body(incoming: web.BaseRequest, head: Head, gate: Gate | None) -> AsyncIterator[bytes]:
     """The body as it comes. RequestTimeout when too slow, BadRequest when it ends before its end."""
     reader = incoming.content
-    if gate is not None:
-        gate.read_by(reader)
-    if head.expects_continue and incoming.transport is not None and not reader.total_bytes:
-        incoming.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    now = asyncio.get_running_loop().time
-    # The time that passes while nobody asks for more is not the client's.
-    free_until, received = now() + BODY_START_S, 0
-    try:
-        while True:
-            async with asyncio.timeout_at(free_until + received / BODY_BYTES_PER_S):
-                chunk = await reader.readany()
-            if not chunk:
-                return
-            received += len(chunk)
-            given = now()
-            yield chunk
-            free_until += now() - given
-    except TimeoutError:
-        raise RequestTimeout() from None
-    except (ClientError, HttpProcessingError, ConnectionError) as exc:
-        raise BadRequest("The body is malformed, or ended before its declared length.") from exc
+    begun = False
+
+    async def read(until: float) -> bytes:
+        nonlocal begun
+        if not begun:
+            begun = True
+            if gate is not None:
+                gate.read_by(reader)
+            if head.expects_continue and incoming.transport is not None and not reader.total_bytes:
+                incoming.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        try:
+            async with asyncio.timeout_at(until):
+                return await reader.readany()
+        except (ClientError, HttpProcessingError, ConnectionError) as exc:
+            raise BadRequest("The body is malformed, or ended before its declared length.") from exc
+
+    return read_paced(read)
 
 
 def _encode(response: Response) -> web.StreamResponse:
@@ -331,10 +323,5 @@ class _FileAnswer(web.StreamResponse):
         await super().write_eof(data)
 
     async def _write_part(self, part: FilePart) -> None:
-        for at in range(0, part.size, _PIECE_BYTES):
-            size = min(_PIECE_BYTES, part.size - at)
-            if part.size <= _READ_AT_ONCE_BYTES:
-                piece = read_part(part, at, size)
-            else:
-                piece = await asyncio.to_thread(read_part, part, at, size)
-            await self.write(piece)
+        for at in range(0, part.size, PIECE_BYTES):
+            await self.write(await read_piece(part, at))

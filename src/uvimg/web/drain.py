@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 
 from uvimg.core.http1 import LAST_CALL_S
 
+_AGAIN_S = 0.25
+
 
 class Drain:
     """The rule, the same for every front-end, which has stopped accepting before."""
@@ -31,5 +33,10 @@ class Drain:
                     async with asyncio.timeout(LAST_CALL_S):
                         await all_closed()
                 self.is_over = True
-                close_idle()
-                await all_closed()
+                while True:
+                    # Again and again: what had something to be read may have brought no request.
+                    close_idle()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_AGAIN_S):
+                            await all_closed()
+                            return

@@ -10,35 +10,20 @@ protocol.
 
 import asyncio
 import contextlib
-import logging
-import math
 import socket
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
-from uvimg.core.errors import BadRequest, RequestTimeout, UvimgError
-from uvimg.core.http1 import (
-    HEAD_S,
-    LINGER_S,
-    WRITE_STALL_BYTES,
-    WRITE_STALL_S,
-    Chunks,
-    Head,
-    check_start,
-    parse_head,
-)
-from uvimg.web import WebSettings, name_peer
-from uvimg.web.drain import Drain
+from uvimg.core.errors import BadRequest, UvimgError
+from uvimg.core.http1 import Chunks, Head, parse_head
+from uvimg.web import WebSettings
+from uvimg.web.connections import Connection, Connections
 from uvimg.web.memo import Known, Memo, is_memorable
-
-log = logging.getLogger("uvimg.web")
 
 # What may wait behind requests that are being answered, in bytes; and in requests that aiohttp has been told of.
 _MAX_AHEAD_BYTES = 131_072
 _MAX_AHEAD = 4
-# How late a deadline may be noticed.
-_WATCH_S = 0.25
 
 # All that aiohttp is told of a request without a body: whether its answer has one, and what becomes of the connection.
 _TOLD = {
@@ -50,68 +35,23 @@ _TOLD = {
 }
 
 
-class Gates:
+class Gates(Connections["Gate"]):
     """All connections of one front-end. `make_inner` makes aiohttp's handler of one."""
 
-    def __init__(
-        self, make_inner: Callable[[], asyncio.Protocol], settings: WebSettings, memo: Memo, drain: Drain
-    ) -> None:
-        self.make_inner, self.drain, self.memo = make_inner, drain, memo
-        self.max_connections, self.keepalive_s = settings.max_connections, settings.keepalive_s
-        self.open: set[Gate] = set()
+    def __init__(self, make_inner: Callable[[], asyncio.Protocol], settings: WebSettings, memo: Memo) -> None:
+        super().__init__(settings)
+        self.make_inner, self.memo = make_inner, memo
         self.loop = asyncio.get_running_loop()
-        self._changed = asyncio.Event()
-        self._watching = asyncio.create_task(self._watch())
-
-    def forget(self, gate: "Gate") -> None:
-        self.open.discard(gate)
-        self._changed.set()
-
-    async def all_closed(self) -> None:
-        while self.open:
-            self._changed.clear()
-            await self._changed.wait()
-
-    def close_idle(self) -> None:
-        for gate in list(self.open):
-            gate.close_idle()
-
-    async def close(self) -> None:
-        self._watching.cancel()
-        for gate in list(self.open):
-            gate.abort()
-        await asyncio.gather(self._watching, self.all_closed(), return_exceptions=True)
-
-    async def _watch(self) -> None:
-        """End what is past its deadline. One look at all of them costs less than a timer for each step of each."""
-        while True:
-            await asyncio.sleep(_WATCH_S)
-            now = self.loop.time()
-            for gate in list(self.open):
-                try:
-                    if gate.repeated:
-                        gate.rest(now)
-                    elif gate.deadline < now or gate.write_deadline < now:
-                        gate.expire(now)
-                except Exception:
-                    # One that fails must not take all others' deadlines with it.
-                    log.exception("a deadline could not be kept")
-                    gate.abort()
+        self.watch()
 
 
-class Gate(asyncio.Protocol, asyncio.Transport):
+class Gate(Connection):
     """One connection. Above: the loop calls it as a protocol. Below: aiohttp uses it as a transport."""
 
     def __init__(self, gates: Gates) -> None:
-        super().__init__()
-        self._gates, self._loop = gates, gates.loop
-        self._outer: asyncio.Transport | None = None
+        super().__init__(gates, gates.loop)
+        self._gates = gates
         self._inner: asyncio.Protocol | None = None
-        self.peer = ""
-        self._buffer = b""
-        # No head ends before this place of the buffer: it is not searched twice.
-        self._searched = 0
-        self._in_head = False
         # What is still to come of a body: so many bytes, or chunks.
         self._left = 0
         self._chunks: Chunks | None = None
@@ -123,43 +63,30 @@ class Gate(asyncio.Protocol, asyncio.Transport):
         self._broken: UvimgError | None = None
         # Somebody works for a client of whom nothing more is awaited.
         self._working = False
-        # Nothing more is read as a request; the client has ended its side; we have ended ours.
-        self._last = self._ended = self._closing = False
+        # The client has ended its side; we have ended ours.
+        self._ended = self._closing = False
         self._dropped = 0
-        self._writable = True
-        self._untaken = 0
         # The socket is read unless one of us has no room.
         self._inner_full = self._full = self._paused = False
-        # Since a watcher last looked, there was an answer from memory: it is idle from then on.
-        self.repeated = False
-        # Until when the client must have sent what is awaited, and until when taken what was written.
-        self.deadline = self.write_deadline = math.inf
 
     # The protocol: what the loop's transport calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are no subclass of asyncio's.
-        outer = self._outer = cast(asyncio.Transport, transport)
-        self.peer = name_peer(transport)
-        if not self.peer or len(self._gates.open) >= self._gates.max_connections:
-            outer.abort()
+        if not self._meet(transport):
             return
         with contextlib.suppress(OSError):
             # As web/listen.py does for its own listeners, and says why; gunicorn brings others.
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 131_072)
-        self._gates.open.add(self)
         self._inner = self._gates.make_inner()
-        self._inner.connection_made(self)
+        # To aiohttp it is a transport, though not asyncio's by its class.
+        self._inner.connection_made(cast(asyncio.Transport, self))
         # Not 0, which TLS takes for a buffer that is above its mark while it is empty; and not earlier, for with bytes
         # of the handshake in it writing is paused in this call.
-        outer.set_write_buffer_limits(high=1)
-        self.rest(self._loop.time())
+        cast(asyncio.Transport, transport).set_write_buffer_limits(high=1)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._outer = None
-        self._last = self._closing = True
-        self._buffer = b""
-        self.deadline = self.write_deadline = math.inf
+        self._lose()
+        self._closing = True
         self._break_body(BadRequest("The body ended before its declared length."))
         inner, self._inner = self._inner, None
         if inner is not None:
@@ -203,7 +130,7 @@ class Gate(asyncio.Protocol, asyncio.Transport):
     def eof_received(self) -> bool:
         self._ended = self._last = True
         self._buffer = b""
-        self.deadline = math.inf
+        self.expect_nothing()
         if self._closing:
             return False
         if self._left or self._chunks is not None:
@@ -215,36 +142,29 @@ class Gate(asyncio.Protocol, asyncio.Transport):
         return bool(self._unanswered) and not self._working
 
     def pause_writing(self) -> None:
-        assert self._outer is not None
-        self._writable = False
-        self._untaken = self._outer.get_write_buffer_size()
-        self.write_deadline = self._loop.time() + WRITE_STALL_S
-        if not self._in_head:
-            self.deadline = math.inf
+        super().pause_writing()
         if self._inner is not None:
             self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        self._writable = True
-        self.write_deadline = math.inf
+        super().resume_writing()
         if self._closing:
             self._loop.call_soon(self._end_writing)
-        self.rest(self._loop.time())
         if self._inner is not None:
             self._inner.resume_writing()
 
     # The transport: what aiohttp calls
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        if self._outer is not None:
-            self._outer.write(data)
+        if self._transport is not None:
+            self._transport.write(data)
 
     def writelines(self, pieces: Any) -> None:
-        if self._outer is not None:
-            self._outer.writelines(pieces)
+        if self._transport is not None:
+            self._transport.writelines(pieces)
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return default if self._outer is None else self._outer.get_extra_info(name, default)
+        return default if self._transport is None else self._transport.get_extra_info(name, default)
 
     def is_closing(self) -> bool:
         return self._closing
@@ -263,18 +183,16 @@ class Gate(asyncio.Protocol, asyncio.Transport):
             return
         self._last = self._closing = True
         self._forget_incoming()
-        if self._outer is None:
+        if self._transport is None:
             return
-        if self._ended or not self._outer.can_write_eof():
-            self._outer.close()
+        if self._ended or not self._transport.can_write_eof():
+            self._transport.close()
             return
         self._regulate()
         # Not in this call, which may be asyncio's own writing: it would end the socket a second time.
         self._loop.call_soon(self._end_writing)
 
-    def abort(self) -> None:
-        if self._outer is not None:
-            self._outer.abort()
+    _linger = close
 
     # What whoever answers calls
 
@@ -307,46 +225,15 @@ class Gate(asyncio.Protocol, asyncio.Transport):
         self._unanswered -= 1
         self._working = False
         self._reader = None
-        if not self._unanswered and (self._ended or (self._gates.drain.is_over and not self._in_head)):
+        if not self._unanswered and (self._ended or (self._gates.drain.is_over and self.awaited != "head")):
             # Behind the call that aiohttp writes it in.
             self._loop.call_soon(self.close)
         else:
-            self.rest(self._loop.time())
+            self.touched = True
 
-    # Ends
-
-    def close_idle(self) -> None:
-        """Unless a request is in flight; a head that has begun is one."""
-        if self._outer is not None and not (self._closing or self._unanswered or self._in_head):
-            self._last = self._closing = True
-            self._outer.close()
-
-    def rest(self, now: float) -> None:
-        """Between requests, unless something else has begun since."""
-        self.repeated = False
-        if not (self._unanswered or self._in_head or self._closing) and self._writable:
-            self.deadline = now + self._gates.keepalive_s
-
-    def expire(self, now: float) -> None:
-        """A deadline has passed: of a write, of a head, of idling or of lingering."""
-        if self.write_deadline < now and self._outer is not None:
-            untaken = self._outer.get_write_buffer_size()
-            if untaken > self._untaken - WRITE_STALL_BYTES:
-                self.abort()
-            self._untaken, self.write_deadline = untaken, now + WRITE_STALL_S
-            return
-        self.deadline = math.inf
-        if not self._in_head:
-            self.abort()
-        else:
-            self._refuse(RequestTimeout("The head of the request arrived too slowly."))
-
-    def _end_writing(self) -> None:
-        """Once all is written; before that, asyncio would end a socket that its client may have reset by then."""
-        if self._outer is not None and not self._outer.is_closing() and self._writable:
-            self.deadline = self._loop.time() + LINGER_S
-            with contextlib.suppress(OSError):
-                self._outer.write_eof()
+    @property
+    def is_idle(self) -> bool:
+        return not self._unanswered and self.awaited != "head" and self._writable and not self._closing
 
     # Requests
 
@@ -367,7 +254,7 @@ class Gate(asyncio.Protocol, asyncio.Transport):
             except UvimgError as exc:
                 self._refuse(exc)
                 return
-            self._searched, self._in_head = 0, False
+            self._searched = 0
             self._pass_head(head, data[at:end])
             at = end
         if self._last:
@@ -381,23 +268,11 @@ class Gate(asyncio.Protocol, asyncio.Transport):
             self._full = full
             self._regulate()
 
-    def _await_head(self) -> None:
-        try:
-            check_start(self._buffer)
-        except UvimgError as exc:
-            self._refuse(exc)
-            return
-        # The end may have come in part.
-        self._searched = max(0, len(self._buffer) - 3)
-        if not self._in_head:
-            self._in_head = True
-            self.deadline = self._loop.time() + HEAD_S
-
     def _give(self, known: Known | None) -> bool:
         """Give an answer that was given before, if there is one."""
         if known is None:
             return False
-        self.repeated = True
+        self.touched = True
         self.write(known.whole)
         if known.last:
             self.close()
@@ -405,7 +280,7 @@ class Gate(asyncio.Protocol, asyncio.Transport):
 
     def _pass_head(self, head: Head, data: bytes) -> None:
         self._last = self._last or not head.keep_alive
-        self.deadline = math.inf
+        self.expect_nothing()
         self._heads.append((head, data))
         self._unanswered += 1
         if not head.has_body:
@@ -455,8 +330,7 @@ class Gate(asyncio.Protocol, asyncio.Transport):
             self._reader.set_exception(error)
 
     def _refuse(self, error: UvimgError) -> None:
-        """Have it said why a head is none; nothing behind it can be told apart."""
-        self._last, self._in_head = True, False
+        self._last = True
         self._forget_incoming()
         self._heads.append((error, b""))
         self._unanswered += 1
@@ -464,9 +338,9 @@ class Gate(asyncio.Protocol, asyncio.Transport):
 
     def _forget_incoming(self) -> None:
         self._buffer, self._left, self._chunks = b"", 0, None
-        self._searched, self._in_head = 0, False
+        self._searched = 0
         self._inner_full = self._full = False
-        self.deadline = math.inf
+        self.expect_nothing()
 
     def _tell(self, data: bytes) -> None:
         if self._inner is not None:
@@ -475,9 +349,9 @@ class Gate(asyncio.Protocol, asyncio.Transport):
     def _regulate(self) -> None:
         """Read the socket only where there is a place for what comes."""
         wanted = (self._inner_full or self._full) and not self._closing
-        if wanted != self._paused and self._outer is not None and not self._outer.is_closing():
+        if wanted != self._paused and self._transport is not None and not self._transport.is_closing():
             self._paused = wanted
             if wanted:
-                self._outer.pause_reading()
+                self._transport.pause_reading()
             else:
-                self._outer.resume_reading()
+                self._transport.resume_reading()

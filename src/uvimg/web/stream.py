@@ -73,6 +73,10 @@ class Stream:
         """Whether bytes have come that nobody has read."""
         return bool(self._buffer)
 
+    @property
+    def descriptor(self) -> int:
+        return self._socket.fileno()
+
     def unread(self, data: bytes) -> None:
         """Put bytes back that belong to whoever reads next."""
         self._buffer = data + self._buffer

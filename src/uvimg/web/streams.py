@@ -7,21 +7,18 @@ the conversation. Deadlines are absolute, not per read: a client that drips byte
 import asyncio
 import contextlib
 import logging
-import math
 import socket
 import time
 from collections.abc import AsyncIterator
 from typing import Self
 
+from uvimg.core.deadlines import Awaited, Timed
 from uvimg.core.errors import BadRequest, RequestTimeout, UvimgError
 from uvimg.core.http1 import (
-    BODY_BYTES_PER_S,
-    BODY_START_S,
     HANDSHAKE_S,
     HEAD_S,
     LINGER_S,
     WRITE_STALL_BYTES,
-    WRITE_STALL_S,
     Chunks,
     Head,
     check_start,
@@ -32,20 +29,16 @@ from uvimg.core.http1 import (
 from uvimg.core.message import FilePart, Pieces, Request, Response
 from uvimg.core.negotiate import http_date
 from uvimg.service import Service
-from uvimg.web import LOCAL_PEER, WebSettings, read_part
-from uvimg.web.drain import Drain
+from uvimg.web import LOCAL_PEER, WebSettings
+from uvimg.web.bodies import PIECE_BYTES, read_paced, read_piece
+from uvimg.web.connections import Connections, has_unread
 from uvimg.web.memo import Memo, is_memorable
 from uvimg.web.stream import Stream, TlsStream
 
 log = logging.getLogger("uvimg.web")
 
-# Files are sent in such pieces. A large one is read in a thread: a disk may take its time.
-_PIECE_BYTES = 262_144
-_READ_AT_ONCE_BYTES = 1 << 20
 # Others wait to be served meanwhile.
 _ACCEPT_AT_ONCE = 100
-# How late a deadline may be noticed.
-_WATCH_S = 0.25
 
 
 class StreamsFrontEnd:
@@ -53,21 +46,21 @@ class StreamsFrontEnd:
 
     def __init__(self, service: Service, settings: WebSettings) -> None:
         self._service, self._settings = service, settings
-        self._memo, self._drain = Memo(service, settings.memo_bytes), Drain()
+        self._memo = Memo(service, settings.memo_bytes)
+        self._connections: Connections[_Conversation] = Connections(settings)
         self._listeners: list[socket.socket] = []
-        self._talking: dict[asyncio.Task[None], _Conversation] = {}
 
     async def start(self, listeners: list[socket.socket]) -> None:
+        self._connections.watch()
         for listener in listeners:
             listener.setblocking(False)
             listener.listen(self._settings.backlog)
             self._listeners.append(listener)
             self._hear(listener)
-        self._watching = asyncio.create_task(self._watch())
 
     @property
     def open_connections(self) -> int:
-        return len(self._talking)
+        return len(self._connections)
 
     async def stop(self) -> None:
         loop = asyncio.get_running_loop()
@@ -77,32 +70,7 @@ class StreamsFrontEnd:
             # Whoever waits in the queue is let in: closing would reset the connection.
             self._accept(listener, most=self._settings.backlog)
             listener.close()
-        await self._drain.run(self._all_closed, self._close_idle, self._settings.grace_s)
-        for task in [*self._talking, self._watching]:
-            task.cancel()
-        await asyncio.gather(*self._talking, self._watching, return_exceptions=True)
-
-    async def _all_closed(self) -> None:
-        while self._talking:
-            await asyncio.wait(self._talking)
-
-    def _close_idle(self) -> None:
-        for task, conversation in self._talking.items():
-            if conversation.idle and not conversation.is_ahead:
-                task.cancel()
-
-    async def _watch(self) -> None:
-        """End what is past its deadline. One look at all of them costs less than a timer for each step of each."""
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(_WATCH_S)
-            now = loop.time()
-            for task, conversation in self._talking.items():
-                repeated, conversation.repeated = conversation.repeated, False
-                if repeated and conversation.idle:
-                    conversation.deadline = now + self._settings.keepalive_s
-                elif conversation.deadline < now:
-                    conversation.expire(task)
+        await self._connections.see_off()
 
     def _hear(self, listener: socket.socket) -> None:
         if listener.fileno() >= 0:
@@ -122,7 +90,7 @@ class StreamsFrontEnd:
                 loop.remove_reader(listener)
                 loop.call_later(0.1, self._hear, listener)
                 return
-            if len(self._talking) >= self._settings.max_connections:
+            if self._connections.is_full:
                 connection.close()
                 continue
             self._welcome(listener, connection, peer)
@@ -133,73 +101,87 @@ class StreamsFrontEnd:
         tls = self._settings.tls_for(listener)
         stream = Stream(connection) if tls is None else TlsStream(connection, tls)
         address = peer[0] if isinstance(peer, tuple) else LOCAL_PEER
-        conversation = _Conversation(
-            self._service, stream, address, self._settings.keepalive_s, self._drain, self._memo
-        )
-        task = asyncio.create_task(conversation.hold())
-        self._talking[task] = conversation
-        task.add_done_callback(self._forget)
-
-    def _forget(self, task: "asyncio.Task[None]") -> None:
-        # Also of a task that was cancelled before it began.
-        self._talking.pop(task).close()
-        if not task.cancelled() and (exc := task.exception()) is not None:
-            log.error("a connection failed", exc_info=exc)
+        _Conversation(self._service, stream, address, self._connections, self._memo)
 
 
-class _Conversation:
+class _Conversation(Timed):
     """One connection from its first head to its end."""
 
     def __init__(
-        self, service: Service, stream: Stream, peer: str, keepalive_s: float, drain: Drain, memo: Memo
+        self, service: Service, stream: Stream, peer: str, connections: "Connections[_Conversation]", memo: Memo
     ) -> None:
-        self._service, self._stream, self._peer, self._keepalive_s = service, stream, peer, keepalive_s
-        self._drain, self._memo = drain, memo
+        super().__init__()
+        # It says itself what it waits for; only answers in `_repeat` are beside that.
+        self.touched = False
+        self._service, self._stream, self._peer, self._memo = service, stream, peer, memo
+        self._connections, self._drain = connections, connections.drain
+        self._keepalive_s = connections.settings.keepalive_s
         # Of an answer that has begun in the call in which its request came.
         self._unsent = b""
-        # Since a watcher last looked, there was such an answer: it is idle from then on.
-        self.repeated = False
-        self.idle = True
+        # Of what is being written, how much the kernel has not taken.
+        self._untaken_now = 0
         # Whether the answer at hand is the last one on this connection.
         self._last = False
-        # In the loop's time.
-        self.deadline = math.inf
         self._expired = False
         self._now = asyncio.get_running_loop().time
+        connections.add(self)
+        self._task = asyncio.create_task(self._hold())
+        # Also of a task that was cancelled before it began.
+        self._task.add_done_callback(self._end)
 
-    def within(self, seconds: float) -> Self:
+    def _end(self, task: "asyncio.Task[None]") -> None:
+        self._stream.close()
+        self._connections.forget(self)
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            log.error("a connection failed", exc_info=exc)
+
+    # What it is told by who watches it
+
+    def rest(self, now: float) -> None:
+        self.touched = False
+        if self.awaited == "request":
+            self.expect("request", now + self._keepalive_s)
+
+    def expire(self, now: float) -> None:
+        if self.find_overdue(self._untaken_now, now) is not None:
+            self._interrupt()
+
+    def close_idle(self) -> None:
+        # What is to be read already will be answered, and told that it was the last.
+        stream = self._stream
+        if self.awaited == "request" and not (stream.is_ahead or has_unread(stream.descriptor)):
+            self._interrupt()
+
+    def abort(self) -> None:
+        self._task.cancel()
+
+    def _interrupt(self) -> None:
+        self._expired = True
+        self.expect_nothing()
+        self._task.cancel()
+
+    def within(self, awaited: Awaited, seconds: float) -> Self:
         """`with` this, what takes longer ends in TimeoutError."""
-        self.deadline = self._now() + seconds
+        self.expect(awaited, self._now() + seconds)
         return self
-
-    def expire(self, task: "asyncio.Task[None]") -> None:
-        self._expired, self.deadline = True, math.inf
-        task.cancel()
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.deadline = math.inf
+        self.expect_nothing()
+        self.release()
         if self._expired:
             self._expired = False
-            task = asyncio.current_task()
-            assert task is not None
-            if task.uncancel() == 0 and kind is asyncio.CancelledError:
+            if self._task.uncancel() == 0 and kind is asyncio.CancelledError:
                 raise TimeoutError from None
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether something has come that it has not yet been woken for."""
-        return self._stream.is_ahead
+    # What it says and hears
 
-    def close(self) -> None:
-        self._stream.close()
-
-    async def hold(self) -> None:
+    async def _hold(self) -> None:
         async with self._stream as stream:
             with contextlib.suppress(OSError, EOFError, TimeoutError):
-                with self.within(HANDSHAKE_S):
+                with self.within("request", HANDSHAKE_S):
                     await stream.open()
                 stream.shortcut = self._repeat
                 while not (self._last or self._drain.is_over):
@@ -213,15 +195,19 @@ class _Conversation:
 
         Waiting for its first byte is idling; from then on time counts.
         """
-        self.idle = True
-        with self.within(self._keepalive_s):
-            first = await stream.read()
-        self.idle = False
+        try:
+            with self.within("request", self._keepalive_s):
+                first = await stream.read()
+        except TimeoutError:
+            if not self._drain.is_over:
+                raise
+            # What crosses our end on its way is read away, so that its client sees an end and no reset.
+            return None
         if not first:
             raise EOFError
         stream.unread(first)
         try:
-            with self.within(HEAD_S):
+            with self.within("head", HEAD_S):
                 return await stream.read_until(b"\r\n\r\n", check_start)
         except UvimgError as exc:
             await self._refuse(stream, exc)
@@ -236,9 +222,9 @@ class _Conversation:
 
     def _repeat(self, data: bytes) -> bool:
         """Answer what came before, to the byte, while idle. What it cannot finish at once is left to `_answer`."""
-        if not self.idle or (known := self._memo.recall(data, self._peer)) is None:
+        if self.awaited != "request" or (known := self._memo.recall(data, self._peer)) is None:
             return False
-        self.repeated, self._last = True, known.last
+        self.touched, self._last = True, known.last
         sent = 0 if known.last else self._stream.write_now(known.whole)
         self._unsent = known.whole[sent:]
         return not self._unsent
@@ -323,29 +309,28 @@ class _Conversation:
         if not isinstance(body, FilePart):
             await self._write(stream, start + body)
             return start + body
-        for at in range(0, max(body.size, 1), _PIECE_BYTES):
-            size = min(_PIECE_BYTES, body.size - at)
-            if body.size <= _READ_AT_ONCE_BYTES:
-                piece = read_part(body, at, size)
-            else:
-                piece = await asyncio.to_thread(read_part, body, at, size)
-            await self._write(stream, start + piece)
+        for at in range(0, max(body.size, 1), PIECE_BYTES):
+            await self._write(stream, start + await read_piece(body, at))
             start = b""
         return None
 
     async def _write(self, stream: Stream, data: bytes) -> None:
         """Bytes to a client that takes them: what the kernel has no room for must go at a rate."""
         left = memoryview(data)[stream.write_now(data) :]
-        while left:
-            with self.within(WRITE_STALL_S):
+        if not left:
+            return
+        self.hold(len(left), self._now())
+        with self:
+            while left:
+                self._untaken_now = len(left)
                 await stream.write(left[:WRITE_STALL_BYTES])
-            left = left[WRITE_STALL_BYTES:]
-            left = left[stream.write_now(left) :]
+                left = left[WRITE_STALL_BYTES:]
+                left = left[stream.write_now(left) :]
 
     async def _linger(self, stream: Stream) -> None:
         """Let the client read its last answer: closing with bytes unread would take it back."""
         stream.end()
-        with self.within(LINGER_S):
+        with self.within("end", LINGER_S):
             async for _ in stream:
                 pass
 
@@ -354,41 +339,39 @@ class _Body:
     """A request's body as it comes from the stream. RequestTimeout when too slow, BadRequest when it is none."""
 
     def __init__(self, stream: Stream, head: Head) -> None:
-        self._stream, self._head = stream, head
+        self._stream = stream
         self.ended = not head.has_body
+        self._chunks = Chunks() if head.length is None else None
+        self._left = head.length or 0
+        self._invites = head.expects_continue
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        if self.ended:
-            return
-        loop = asyncio.get_running_loop()
-        chunks = Chunks() if self._head.length is None else None
-        left = self._head.length or 0
-        # The time that passes while nobody asks for more is not the client's.
-        free_until, received = loop.time() + BODY_START_S, 0
-        invite = self._head.expects_continue and not self._stream.is_ahead
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return read_paced(self._read)
+
+    async def _read(self, until: float) -> bytes:
+        invites, self._invites = self._invites and not self._stream.is_ahead, False
         while not self.ended:
             try:
-                async with asyncio.timeout_at(free_until + received / BODY_BYTES_PER_S):
-                    if invite:
+                async with asyncio.timeout_at(until):
+                    if invites:
                         await self._stream.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-                        invite = False
-                    data = await self._stream.read(min(left, _PIECE_BYTES) if chunks is None else _PIECE_BYTES)
+                        invites = False
+                    data = await self._stream.read(PIECE_BYTES if self._chunks else min(self._left, PIECE_BYTES))
             except TimeoutError:
-                raise RequestTimeout() from None
+                # An OSError by its class.
+                raise
             except OSError as exc:
                 raise BadRequest("The body ended before its declared length.") from exc
             if not data:
                 raise BadRequest("The body ended before its declared length.")
-            if chunks is None:
-                left -= len(data)
-                self.ended = not left
-            else:
-                data = chunks.feed(data)
-                if chunks.rest is not None:
-                    self._stream.unread(chunks.rest)
-                    self.ended = True
-            received += len(data)
+            if self._chunks is None:
+                self._left -= len(data)
+                self.ended = not self._left
+                return data
+            data = self._chunks.feed(data)
+            if self._chunks.rest is not None:
+                self._stream.unread(self._chunks.rest)
+                self.ended = True
             if data:
-                given = loop.time()
-                yield data
-                free_until += loop.time() - given
+                return data
+        return b""

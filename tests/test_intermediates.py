@@ -1,0 +1,355 @@
+"""Reduced versions of large originals: made aside, used, bounded, and never the cause of a wrong answer."""
+
+import asyncio
+import hashlib
+import math
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from bench import corpus
+from tests.conftest import Server, decode
+from tests.test_metrics import parse_metrics, value
+from uvimg.apps.intermediates import Intermediates
+from uvimg.cli import main
+from uvimg.core.address import blob_path, image_name, rendition_name, renditions_prefix
+from uvimg.core.plan import Encode, Load, Plan, Source
+from uvimg.core.pyramid import PyramidRules
+from uvimg.imaging import Render
+from uvimg.imaging.pool import Pool, PoolSettings
+from uvimg.store import Record
+from uvimg.store.local import LocalStore
+from uvimg.store.memory import MemoryStore
+
+# Everything that is asked for is made, each time.
+NOTHING_KEPT: dict[str, Any] = {"save_new": 0, "cache_size": 0, "memo_size": 0, "workers": 1}
+SMALL = {"intermediates_from": 100_000}
+
+
+def names(store: Path, prefix: bytes = b"") -> dict[str, Record]:
+    """What the store of a server, running or not, has under this prefix."""
+
+    async def scan() -> dict[str, Record]:
+        opened = LocalStore(str(store), create=False)
+        try:
+            return {name.decode(): record for name, record in await opened.scan(prefix)}
+        finally:
+            await opened.close()
+
+    return asyncio.run(scan())
+
+
+def levels(server: Server, data: bytes) -> dict[str, Record]:
+    prefix = renditions_prefix(hashlib.sha256(data).digest()) + b"pyramid-"
+    return {name.rpartition("/")[2]: record for name, record in names(server.store, prefix).items()}
+
+
+def blob(server: Server, record: Record) -> bytes:
+    async def read() -> bytes:
+        opened = LocalStore(str(server.store), create=False)
+        try:
+            content = await opened.get(record.digest)
+            assert content is not None
+            if isinstance(content, bytes):
+                return content
+            with content.file as file:
+                return file.read()
+        finally:
+            await opened.close()
+
+    return asyncio.run(read())
+
+
+def counted(server: Server, name: str) -> float:
+    return value(parse_metrics(server.get("/metrics").text), f"uvimg_intermediates_{name}_total")
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def photo(seed: int = 1, width: int = 1200, height: int = 900, **options: Any) -> bytes:
+    return corpus.jpeg(corpus.photo(width, height, seed=seed), 90, **options)
+
+
+@pytest.fixture(scope="module")
+def keeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Keeps intermediates and nothing else."""
+    running = Server(tmp_path_factory.mktemp("keeper"), **NOTHING_KEPT, **SMALL)
+    yield running
+    running.kill()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Makes everything of the original."""
+    running = Server(tmp_path_factory.mktemp("plain"), **NOTHING_KEPT, intermediates_from=0)
+    yield running
+    running.kill()
+
+
+def have_levels(server: Server, data: bytes) -> str:
+    """Upload, and wait for the smallest level, which comes last; the id."""
+    image_id = server.upload(data)
+    server.image(f"/{image_id}?w=50")
+    wait_for(lambda: bool(levels(server, data)))
+    return image_id
+
+
+# What they are
+
+
+def wide_gamut() -> bytes:
+    image = corpus.photo(1200, 900).icc_transform("p3", input_profile="srgb")
+    return corpus.jpeg(corpus.oriented(image, 6), 90, keep="icc|exif")
+
+
+def inks() -> bytes:
+    return corpus.jpeg(corpus.photo(1200, 900).icc_transform("cmyk", input_profile="srgb"), 90, keep="icc")
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "bands"),
+    [
+        (photo, (600, 450), 3),
+        (wide_gamut, (450, 600), 3),
+        (inks, (600, 450), 3),
+        (lambda: corpus.jpeg(corpus.photo(1201, 901).colourspace("b-w")), (600, 450), 1),
+    ],
+)
+def test_a_level_is_an_upright_jpeg_in_srgb_or_gray_with_whole_chroma_and_no_metadata(
+    keeper: Server, plain: Server, make: Callable[[], bytes], size: tuple[int, int], bands: int
+) -> None:
+    data = make()
+    image_id = have_levels(keeper, data)
+    found = levels(keeper, data)
+    assert list(found) == ["pyramid-1", "pyramid-2"]
+    for shift, record in enumerate(found.values()):
+        image = decode(blob(keeper, record))
+        assert record.type == "image/jpeg"
+        assert (image.width, image.height, image.bands) == (size[0] >> shift, size[1] >> shift, bands)
+        assert image.get("jpeg-chroma-subsample") == "4:4:4"
+        assert not {"exif-data", "icc-profile-data", "xmp-data"} & set(image.get_fields())
+    before = counted(keeper, "used")
+    plain.upload(data)
+    for query in ("w=110&h=90", "w=200&r=90", "w=100&g=1", "w=90&h=90&p=0&f=webp"):
+        made, direct = (server.image(f"/{image_id}?{query}") for server in (keeper, plain))
+        assert (made.width, made.height, made.bands) == (direct.width, direct.height, direct.bands)
+        assert psnr(made, direct) > 33, query
+    assert counted(keeper, "used") == before + 4
+
+
+# Quality
+
+
+def psnr(image: Any, wanted: Any) -> float:
+    difference = image.cast("float") - wanted.cast("float")
+    return 10 * math.log10(65_025 / max(1e-6, (difference * difference).avg()))
+
+
+@pytest.mark.parametrize("draw", [corpus.photo, corpus.text, corpus.line_art])
+def test_a_rendition_of_a_level_is_as_true_as_one_of_the_original(
+    keeper: Server, plain: Server, draw: Callable[..., Any]
+) -> None:
+    data = corpus.jpeg(draw(1637, 1331), 90)
+    whole = decode(data).copy_memory()
+    image_id = have_levels(keeper, data)
+    plain.upload(data)
+    before = counted(keeper, "used")
+    # Just below half of a level, and far below it.
+    queries = [(width, options) for width in (100, 204, 400) for options in ("", "&q=85", "&f=webp")]
+    for width, options in queries:
+        made, direct = (server.image(f"/{image_id}?w={width}{options}") for server in (keeper, plain))
+        wanted = whole.resize(direct.width / whole.width, vscale=direct.height / whole.height, kernel="lanczos3")
+        assert (made.width, made.height) == (direct.width, direct.height) == (wanted.width, wanted.height)
+        assert psnr(made, wanted) > psnr(direct, wanted) - 0.3, (width, options)
+    assert counted(keeper, "used") == before + len(queries)
+
+
+def test_what_would_show_the_loss_is_not_made_of_a_level(keeper: Server) -> None:
+    image_id = have_levels(keeper, photo(2))
+    before = counted(keeper, "used")
+    for query in ("w=100&f=png", "w=100&q=90", "w=500", "w=100&p=2", "x=5&y=5&w=50&h=50", "", "w=2000"):
+        keeper.image(f"/{image_id}?{query}")
+    assert counted(keeper, "used") == before
+
+
+def test_renditions_have_the_same_names_however_they_are_made(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    data = photo(3)
+    kept = []
+    for number, setting in enumerate((100_000, 0)):
+        server = start_server(store=f"local:{tmp_path}/{number}", intermediates_from=setting, workers=1)
+        server.store = tmp_path / str(number)
+        image_id = server.upload(data)
+        server.image(f"/{image_id}?w=50")
+        if setting:
+            wait_for(lambda server=server: bool(levels(server, data)))  # type: ignore[misc]
+        server.image(f"/{image_id}?w=100&h=100")
+        assert server.stop() == 0
+        kept.append({name for name in names(server.store) if "/pyramid-" not in name})
+    assert kept[0] == kept[1]
+    assert len(kept[0]) == 4
+
+
+# Bounds
+
+
+def test_only_what_has_room_is_kept(start_server: Callable[..., Server]) -> None:
+    data = photo(4)
+    server = start_server(**NOTHING_KEPT, **SMALL, intermediates_percent=20)
+    image_id = have_levels(server, data)
+    assert list(levels(server, data)) == ["pyramid-2"]
+    assert sum(record.size for record in levels(server, data).values()) <= len(data) * 0.2
+    server.image(f"/{image_id}?w=280")
+    assert counted(server, "used") == 0
+    server.image(f"/{image_id}?w=140")
+    assert counted(server, "used") == 1
+
+
+def test_what_has_no_room_is_made_once_and_not_again(start_server: Callable[..., Server]) -> None:
+    data = photo(5)
+    server = start_server(**NOTHING_KEPT, **SMALL, intermediates_percent=1)
+    image_id = server.upload(data)
+    for width in range(50, 60):
+        server.image(f"/{image_id}?w={width}")
+        wait_for(lambda: counted(server, "failed") == 1)
+    jobs = value(parse_metrics(server.get("/metrics").text), "uvimg_jobs_total")
+    assert jobs == 1 + 10 + 2
+    assert not levels(server, data)
+
+
+def test_they_can_be_switched_off(plain: Server) -> None:
+    data = photo(6)
+    image_id = plain.upload(data)
+    for width in (50, 60):
+        plain.image(f"/{image_id}?w={width}")
+    assert counted(plain, "made") == counted(plain, "used") == 0
+    assert not levels(plain, data)
+
+
+# What may happen to them
+
+
+@pytest.mark.parametrize("damage", ["changed", "lost"])
+def test_a_damaged_level_is_not_used_and_made_anew(
+    start_server: Callable[..., Server], plain: Server, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = photo(7, 1600, 1200)
+    server = start_server(**NOTHING_KEPT, **SMALL)
+    image_id = have_levels(server, data)
+    assert server.stop() == 0
+    path = server.store / "blobs" / blob_path(levels(server, data)["pyramid-1"].digest)
+    whole = path.read_bytes()
+    if damage == "changed":
+        path.write_bytes(whole[:30_000] + bytes(5_000) + whole[35_000:])
+    else:
+        path.unlink()
+    assert main(["scrub", f"--store=local:{server.store}"]) == 1
+    server = start_server(**NOTHING_KEPT, **SMALL)
+    plain.upload(data)
+    assert server.get(f"/{image_id}?w=350").content == plain.get(f"/{image_id}?w=350").content
+    wait_for(lambda: path.exists() and path.read_bytes() == whole and len(levels(server, data)) == 2)
+    server.image(f"/{image_id}?w=351")
+    assert counted(server, "used") == 1
+    assert main(["scrub", f"--store=local:{server.store}"]) == 0
+    assert "will be made anew" in server.log
+
+
+def test_they_go_with_their_original_and_come_again_with_it(keeper: Server) -> None:
+    data = photo(8)
+    for _ in range(2):
+        image_id = have_levels(keeper, data)
+        assert keeper.http.delete(f"{keeper.url}/images/{image_id}").status_code == 204
+        assert not levels(keeper, data)
+
+
+def test_none_is_left_of_originals_deleted_while_theirs_were_made(start_server: Callable[..., Server]) -> None:
+    server = start_server(**NOTHING_KEPT, **SMALL)
+    for seed in range(8):
+        image_id = server.upload(photo(20 + seed, 700, 500))
+        server.image(f"/{image_id}?w=50")
+        # So that it comes between other two steps each time.
+        time.sleep(seed * 0.003)
+        assert server.http.delete(f"{server.url}/images/{image_id}").status_code == 204
+    assert server.stop() == 0
+    assert not names(server.store)
+
+
+def test_a_service_killed_in_the_middle_makes_them_the_next_time(start_server: Callable[..., Server]) -> None:
+    data = photo(9)
+    server = start_server(**NOTHING_KEPT, **SMALL)
+    image_id = server.upload(data)
+    server.image(f"/{image_id}?w=50")
+    server.kill()
+    server = start_server(**NOTHING_KEPT, **SMALL)
+    server.image(f"/{image_id}?w=51")
+    wait_for(lambda: list(levels(server, data)) == ["pyramid-1", "pyramid-2"])
+    assert main(["scrub", f"--store=local:{server.store}"]) == 0
+
+
+def test_two_processes_that_make_the_same_ones_keep_them_once(start_server: Callable[..., Server]) -> None:
+    data = photo(10)
+    server = start_server(**NOTHING_KEPT, **SMALL, processes=2)
+    image_id = server.upload(data)
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda width: requests.get(f"{server.url}/{image_id}?w={width}"), range(40, 56)))
+    assert {answer.status_code for answer in answers} == {200}
+    wait_for(lambda: list(levels(server, data)) == ["pyramid-1", "pyramid-2"])
+    assert server.stop() == 0
+    assert len(names(server.store)) == 4
+    assert main(["scrub", f"--store=local:{server.store}"]) == 0
+    assert main(["gc", f"--store=local:{server.store}"]) == 0
+
+
+# Not under load
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[Pool]:
+    running = Pool(PoolSettings(1, 100, 100, 30.0, 4 << 30, 0, "auto", ("jpeg",)))
+    await running.start()
+    yield running
+    await running.stop()
+
+
+async def test_none_is_made_while_the_workers_have_something_else_to_do(pool: Pool) -> None:
+    data = photo(11, 600, 400)
+    store, source = MemoryStore(), Source("jpeg", 600, 400)
+    original = Record(hashlib.sha256(data).digest(), len(data), "image/jpeg", 0)
+    async with store.incoming() as incoming:
+        await incoming.write(data)
+        await incoming.finish()
+        await store.bind([image_name(original.digest.hex())], original, incoming)
+    made = Intermediates(PyramidRules(min_pixels=1), store, pool)
+    (worker,) = pool.pids
+    os.kill(worker, signal.SIGSTOP)
+    plan = Plan((Load(50, 33, 1, managed=False, gray=False), Encode("jpeg", 75, 0)))
+    busy = asyncio.create_task(pool.run(Render("jpeg", plan), data, "fast"))
+    while not pool.workers[0]:
+        await asyncio.sleep(0.001)
+    for _ in range(100):
+        made.want(original, source)
+    await asyncio.sleep(0)
+    assert pool.waiting == 0
+    os.kill(worker, signal.SIGCONT)
+    await busy
+    async with asyncio.timeout(10):
+        while await store.record(rendition_name(original.digest, "pyramid-1")) is None:
+            await asyncio.sleep(0.01)
+    start = await made.find(original, source, plan)
+    assert start is not None
+    assert start.source.upright_size == (300, 200)
+    assert made.counts.made == 1
+    await made.stop()
