@@ -183,7 +183,10 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
                     bar.set_description(name)
                     bar.update()
 
-                results += compression.run(arguments.text, seconds * rounds, Path(folder), watch_row)
+                def is_wanted(name: str) -> bool:
+                    return _matches(name, arguments.case)
+
+                results += compression.run(arguments.text, seconds * rounds, Path(folder), watch_row, is_wanted)
     if arguments.json:
         report.write_json(arguments.json, machine, seconds, results)
     if arguments.report:

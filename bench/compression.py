@@ -59,6 +59,10 @@ _PUBLISHED: dict[str, tuple[int, float]] = {
     "zstd 22": (971_962, 152.34),
 }
 
+_OVERHEAD, _OTHERS = "beside bare libzstd", "what others wait meanwhile"
+
+_KEPT = ("kept zstd 19", "kept gzip 9")
+
 _NGINX = """
 $USER daemon off; pid $FOLDER/nginx-text.pid; error_log $FOLDER/nginx-text.log crit; worker_processes 1;
 events { worker_connections 1000; }
@@ -102,8 +106,17 @@ class Figures:
         return self.cpu_s / self.requests * 1e3
 
 
-def run(text_file: Path | None, seconds: float, folder: Path, watch: Callable[[str], object]) -> list[Result]:
-    """Measure and print; `seconds` bounds each row. BenchError when an answer is wrong."""
+def run(
+    text_file: Path | None,
+    seconds: float,
+    folder: Path,
+    watch: Callable[[str], object],
+    wants: Callable[[str], bool] = lambda name: True,
+) -> list[Result]:
+    """Measure and print; `seconds` bounds each row. BenchError when an answer is wrong.
+
+    `wants` tells by their names which rows and which of the two other measurements are wanted.
+    """
     text = text_file.read_bytes() if text_file else write_book()
     if not 1000 < len(text) < 100_000_000:
         raise BenchError("the text should have a few megabytes")
@@ -115,12 +128,14 @@ def run(text_file: Path | None, seconds: float, folder: Path, watch: Callable[[s
             servers[name] = Server(name, launch, cores, folder / f"{name}.log")
             stack.callback(servers[name].stop)
         _put(servers["uvimg"], text)
-        rows = list(_list_rows(text, "nginx" in servers))
+        if any(map(wants, _KEPT)):
+            _await_best(servers["uvimg"])
+        rows = list(_list_rows(text, "nginx" in servers, wants))
         results: list[Result] = []
         lines = [
             ["", "bytes", "requests", "s for 100", "mean ms", "CPU ms", "bytes ÷ library's", "published: bytes", "s"]
         ]
-        for row in rows:
+        for row in filter(lambda row: wants(row.name), rows):
             watch(row.name)
             figures = _measure(servers[row.server], row, text, seconds)
             lines.append(_tell_row(row, figures, len(text)))
@@ -131,10 +146,12 @@ def run(text_file: Path | None, seconds: float, folder: Path, watch: Callable[[s
         by_name = {result.case: result for result in results}
         for line in _judge(by_name):
             print(line)
-        watch("level 3 beside bare libzstd")
-        print(_tell_overhead(servers["uvimg"], text, folder / "text" / "text.html", seconds, cores.server))
-        watch("others meanwhile")
-        print(_tell_others(servers["uvimg"], max(3.0, seconds)))
+        if wants(_OVERHEAD):
+            watch(_OVERHEAD)
+            print(_tell_overhead(servers["uvimg"], text, folder / "text" / "text.html", cores.server), flush=True)
+        if wants(_OTHERS):
+            watch(_OTHERS)
+            print(_tell_others(servers["uvimg"], max(3.0, seconds)), flush=True)
     return results
 
 
@@ -163,16 +180,17 @@ def _launches(folder: Path, text: bytes) -> Iterator[tuple[str, Launch]]:
         print("  nginx: SKIPPED, nginx is not installed: apt-get install nginx")
 
 
-def _list_rows(text: bytes, has_nginx: bool) -> Iterator[Row]:
+def _list_rows(text: bytes, has_nginx: bool, wants: Callable[[str], bool]) -> Iterator[Row]:
     path = "/text.html?compression="
     yield Row("none", "uvimg", path + "none", "identity")
     deflate = zlib.compressobj(6, zlib.DEFLATED, 31)
     yield Row("gzip", "uvimg", path + "gzip", "identity", "gzip", len(deflate.compress(text) + deflate.flush()))
     for level in range(1, 23):
-        bare = len(zstandard.ZstdCompressor(level=level).compress(text))
-        yield Row(f"zstd {level}", "uvimg", f"{path}zstd&level={level}", "identity", "zstd", bare)
-    yield Row("kept zstd 19", "uvimg", "/text.html", "zstd", "zstd")
-    yield Row("kept gzip 9", "uvimg", "/text.html", "gzip", "gzip")
+        name = f"zstd {level}"
+        bare = len(zstandard.ZstdCompressor(level=level).compress(text)) if wants(name) else 0
+        yield Row(name, "uvimg", f"{path}zstd&level={level}", "identity", "zstd", bare)
+    for name, coding in zip(_KEPT, ("zstd", "gzip"), strict=True):
+        yield Row(name, "uvimg", "/text.html", coding, coding)
     if has_nginx:
         yield Row("nginx none", "nginx", "/text.html", "identity")
         yield Row("nginx gzip 6", "nginx", "/text.html", "gzip", "gzip")
@@ -203,7 +221,7 @@ class _Client:
 
 
 def _put(server: Server, text: bytes) -> None:
-    """Store the text, and wait until its copies are as good as they get."""
+    """Store the text, and something small beside it."""
     host, port = server.addresses[0]
     connection = http.client.HTTPConnection(host, port, timeout=60)
     connection.request("PUT", "/text.html", text)
@@ -214,6 +232,9 @@ def _put(server: Server, text: bytes) -> None:
     connection.request("PUT", "/small.txt", b"x" * 1000)
     connection.getresponse().read()
     connection.close()
+
+
+def _await_best(server: Server) -> None:
     client = _Client(server)
     try:
         for coding, best in (("zstd", "-zstd-19"), ("gzip", "-gzip-9")):
@@ -278,34 +299,29 @@ def _align(table: list[list[str]]) -> list[str]:
 
 
 def _judge(rows: dict[str, Result]) -> Iterator[str]:
-    def median(name: str, measure: str) -> float:
-        value = rows[name].median(measure)
-        assert value is not None
-        return value
+    def ratio(ours: str, theirs: str, measure: str) -> float | None:
+        """None where one of the two was not measured."""
+        values = [rows[name].median(measure) if name in rows else None for name in (ours, theirs)]
+        return None if values[0] is None or not values[1] else values[0] / values[1]
 
-    yield _verdict(
-        "kept zstd 19, CPU beside the uncompressed file",
-        median("kept zstd 19", "cpu_us") / median("none", "cpu_us"),
-        1.0,
-    )
-    worse = [
-        f"zstd {level}"
+    kept = ratio("kept zstd 19", "none", "cpu_us")
+    if kept is not None:
+        yield _verdict("kept zstd 19, CPU beside the uncompressed file", kept, 1.0)
+    worst = [
+        (figure, f"zstd {level}, {measure}")
         for level in range(3, 11)
-        if median(f"zstd {level}", "coded_bytes") >= median("gzip", "coded_bytes")
-        or median(f"zstd {level}", "cpu_us") >= median("gzip", "cpu_us")
+        for measure in ("coded_bytes", "cpu_us")
+        if (figure := ratio(f"zstd {level}", "gzip", measure)) is not None
     ]
-    yield f"  {'✗' if worse else '✓'} zstd 3 to 10 beat gzip in bytes and in CPU time" + (
-        f", but for {', '.join(worse)}" if worse else ""
-    )
-    if "nginx gzip 6" in rows:
-        ratio = median("gzip", "cpu_us") / median("nginx gzip 6", "cpu_us")
-        yield f"  · gzip, CPU beside nginx: {ratio:.2f}"
-        ratio = median("zstd 3", "cpu_us") / median("nginx gzip 6", "cpu_us")
-        yield f"  · zstd 3, CPU beside nginx's gzip: {ratio:.2f}"
+    if worst:
+        yield _verdict(f"zstd 3 to 10 beside gzip, bytes and CPU, at worst ({max(worst)[1]})", max(worst)[0], 1.0)
+    for name in ("gzip", "zstd 3"):
+        if (figure := ratio(name, "nginx gzip 6", "cpu_us")) is not None:
+            yield f"  · {name}, CPU beside nginx's gzip: {figure:.2f}"
     for name in ("gzip", "zstd 3", "zstd 19"):
-        ratio = median(name, "coded_bytes") / median("none", "coded_bytes")
-        then = _PUBLISHED[name][0] / _PUBLISHED_BYTES
-        yield _verdict(f"{name}, compression ratio beside the published one, off by", abs(ratio / then - 1), 0.10)
+        if (figure := ratio(name, "none", "coded_bytes")) is not None:
+            then = _PUBLISHED[name][0] / _PUBLISHED_BYTES
+            yield _verdict(f"{name}, compression ratio beside the published one, off by", abs(figure / then - 1), 0.10)
 
 
 def _verdict(what: str, figure: float, aim: float) -> str:
@@ -323,7 +339,7 @@ for line in sys.stdin:
 """
 
 
-def _tell_overhead(server: Server, text: bytes, file: Path, seconds: float, cores: frozenset[int]) -> str:
+def _tell_overhead(server: Server, text: bytes, file: Path, cores: frozenset[int]) -> str:
     """Level 3 on the fly beside a loop that reads the file and calls libzstd, in turn, on the same core."""
     row = Row("zstd 3", "uvimg", "/text.html?compression=zstd&level=3", "identity", "zstd")
     command = [*serving.pin(cores), sys.executable, "-c", _BARE, str(file)]

@@ -47,7 +47,7 @@ _WHOLE = 8 << 20
 AT_ONCE_BYTES = 65_536
 # A step takes one look at the clock for each piece of the content.
 _PIECE_BYTES = 262_144
-_STEP_OUT_BYTES = 262_144
+_STEP_OUT_BYTES = 524_288
 _STEP_S = 0.1
 _MOST_WAITING = 100
 # Threads above this cost are as nice as can be, others a little: the loop's own always comes first.
@@ -60,7 +60,7 @@ _MOST_KEPT_BYTES = 16 << 20
 class _Compressor(Protocol):
     """What makes one coded body."""
 
-    def compress(self, data: bytes, /) -> bytes: ...
+    def compress(self, data: bytes | memoryview, /) -> bytes: ...
 
     def flush(self) -> bytes: ...
 
@@ -132,6 +132,7 @@ class Coded:
         self._coding, self._level, self._dictionary = coding, level, dictionary
         self._threads, self._leave = threads, leave
         self._compressor: _Compressor | None = None
+        self._buffer = b"" if isinstance(content, bytes) else bytearray(min(size, _PIECE_BYTES))
         self._running: concurrent.futures.Future[bytes] | None = None
         self._closed = self._stopped = False
         # Whether all of it has been made.
@@ -185,14 +186,15 @@ class Coded:
             self.ended = True
         return b"".join(made)
 
-    def _read(self) -> bytes:
+    def _read(self) -> bytes | memoryview:
         if isinstance(self._content, bytes):
-            return self._content[self._at : self._at + _PIECE_BYTES]
+            return memoryview(self._content)[self._at : self._at + _PIECE_BYTES]
         size = min(_PIECE_BYTES, self._size - self._at)
-        data = os.pread(self._content.file.fileno(), size, self._content.start + self._at)
-        if len(data) != size:
+        # Into the same memory again and again: new memory costs more than reading into it.
+        room = memoryview(self._buffer)[:size]
+        if os.preadv(self._content.file.fileno(), [room], self._content.start + self._at) != size:
             raise ConnectionResetError("a file has become shorter while it was coded")
-        return data
+        return room
 
 
 def code_now(data: bytes, coding: Coding, level: int) -> bytes:
@@ -287,7 +289,7 @@ class _Zstd:
         self._compressor = compressor
         self._frame = compressor.compressobj(size=size)
 
-    def compress(self, data: bytes, /) -> bytes:
+    def compress(self, data: bytes | memoryview, /) -> bytes:
         return self._frame.compress(data)
 
     def flush(self) -> bytes:
@@ -301,7 +303,7 @@ class _Brotli:
     def __init__(self, level: int) -> None:
         self._compressor = _brotli.Compressor(quality=level)
 
-    def compress(self, data: bytes, /) -> bytes:
+    def compress(self, data: bytes | memoryview, /) -> bytes:
         made: bytes = self._compressor.process(data)
         return made
 

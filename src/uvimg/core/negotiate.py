@@ -121,7 +121,8 @@ def find_held(headers: Mapping[str, str], etag: str, coding: str) -> str | None:
     start = name_etag(etag, coding)[1:-1] + "-"
     if field is None or start not in field:
         return None
-    return next((f'"{tag}"' for _, tag in _tags(field) if tag.startswith(start) and tag[len(start) :].isalnum()), None)
+    tags = (tag for _, tag in _tags(field) if tag.startswith(start))
+    return next((f'"{tag}"' for tag in tags if re.fullmatch(r"[0-9]{1,2}", tag[len(start) :], re.ASCII)), None)
 
 
 def choose_answer(
