@@ -253,9 +253,9 @@ class Settings:
     durability: Literal["commit", "os"] = _setting(
         "commit",
         _STORE,
-        "commit: what was answered survives a power cut. os: half the waiting for the disk; a power cut may undo the "
-        "last commit, that is what was answered in the moment before, and nothing else. The end of the process loses "
-        "nothing either way.",
+        "commit: what was answered survives a power cut. os: about half the waiting for the disk; a power cut may undo "
+        "the last commit, that is what was answered last, until the system has written it by itself (half a minute at "
+        "most). Nothing older is lost, and the end of the process loses nothing either way.",
     )
     save_new: Literal["0", "1", "2"] = _setting(
         "1",
