@@ -198,3 +198,22 @@ def test_the_zstd_program_decodes_a_difference(start_server: Callable[..., Serve
     # It skips the frame before by itself.
     command = ["zstd", "-dcq", f"--patch-from={tmp_path / 'dictionary'}"]
     assert subprocess.run(command, input=coded, capture_output=True, check=True).stdout == BOOK[1000:] + b"new"
+
+
+def test_an_uploaded_svg_is_text_and_is_coded_and_locked_down(start_server: Callable[..., Server]) -> None:
+    server = start_server(allowed_types="jpeg,svg")
+    svg = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9">' + b"<rect/>" * 200 + b"</svg>"
+    image = hashlib.md5(svg).hexdigest()
+    server.upload(svg)
+    root = Docs(server, "")
+    for accept in ("gzip", "zstd", None):
+        for _ in range(2):
+            answer = root.get(f"/{image}?p=0", accept)
+            assert (answer.status_code, decode(answer)) == (200, svg)
+            assert answer.headers.get("Content-Encoding") == accept
+            assert answer.headers["Vary"] == "Accept-Encoding"
+            assert "sandbox" in answer.headers["Content-Security-Policy"]
+        assert root.get(f"/{image}?p=0", accept, If_None_Match=answer.headers["ETag"]).status_code == 304
+    server.http.delete(f"{server.url}/images/{image}")
+    assert not names(server, b"codings/")
+    assert root.get(f"/{image}?p=0", "gzip").status_code == 404

@@ -552,6 +552,7 @@ class Images:
         names = [image_name(record.digest.hex()), image_name(_decode_facts(record.facts).md5)]
         await self._store.unbind(names, record.digest)
         await self._forget_renditions(record.digest)
+        await self._codings.forget(record.digest)
         if not query.by_get:
             return Response(204)
         return _html(_tell_command("Successful", request.query))

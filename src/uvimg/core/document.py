@@ -11,7 +11,7 @@ from typing import ClassVar
 from urllib.parse import quote
 
 from uvimg.core.errors import BadParameter, BadRequest, MethodNotAllowed, NotFound, NotImplementedHere, TargetTooLong
-from uvimg.core.route import read_fields
+from uvimg.core.route import METHODS, read_fields
 
 _PREFIX = b"documents/"
 # With the prefix what the store takes as a name, and some room.
@@ -21,8 +21,6 @@ MOST_LISTED = 1000
 _INDEX = "index.html"
 _ALLOW_DOCUMENT = "GET, HEAD, PUT, DELETE, OPTIONS"
 _ALLOW_DIRECTORY = "GET, HEAD, OPTIONS"
-# Those of RFC 9110 9.3 and PATCH (RFC 5789): what these may do somewhere is 405, others are nobody's.
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ def route(method: str, path: str, query: str, target: str, mount: str) -> Query:
 
     Raises NotFound, MethodNotAllowed, NotImplementedHere, BadRequest, TargetTooLong.
     """
-    if method not in _METHODS:
+    if method not in METHODS:
         raise NotImplementedHere("This method is not known here.")
     if path == "*" and method == "OPTIONS":
         return Options(_ALLOW_DOCUMENT)
