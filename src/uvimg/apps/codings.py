@@ -87,7 +87,9 @@ class Codings:
         """Keep what is on its way into the store; improve nothing more."""
         if self._improving is not None:
             self._improving.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(self._improving, return_exceptions=True)
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # Showing
 
