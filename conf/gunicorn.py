@@ -10,13 +10,14 @@ import tempfile
 
 from uvimg.config import ConfigError, load
 from uvimg.core.place import Tcp, parse_place
+from uvimg.cores import usable_cores
 
 try:
     _settings = load({})
 except ConfigError as exc:
     sys.exit(f"uvimg: {exc}")
 _places = [str(parse_place(text)) for text in _settings.listen] or [str(Tcp(_settings.host, _settings.port))]
-_cores = len(os.sched_getaffinity(0))
+_cores = usable_cores()
 
 wsgi_app = "uvimg.gunicorn:application"
 # Not the only possible classes, but these two know what a coroutine is.

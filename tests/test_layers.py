@@ -123,19 +123,33 @@ def test_pyvips_is_imported_by_the_worker_alone() -> None:
     assert users == ["uvimg/imaging/worker.py"]
 
 
+def test_what_decodes_in_python_is_imported_by_the_jpeg_engine_alone() -> None:
+    codecs = {"PIL", "cykooz_resizer"}
+    users = [str(file.relative_to(SOURCE)) for file in FILES if any(is_of(name, codecs) for name in imports(file))]
+    assert users == ["uvimg/imaging/jpeg.py"]
+
+
+def test_lupa_is_imported_by_the_scripts_alone_and_those_by_the_worker_alone() -> None:
+    for name, user in (("lupa", "imaging/scripts.py"), ("uvimg.imaging.scripts", "imaging/worker.py")):
+        users = [file for file in FILES if any(is_of(imported, {name}) for imported in imports(file))]
+        assert users == [SOURCE / "uvimg" / user]
+
+
 def test_nobody_imports_the_worker() -> None:
     assert not [file for file in FILES if any(is_of(name, {"uvimg.imaging.worker"}) for name in imports(file))]
 
 
 def test_the_server_does_not_load_libvips() -> None:
     code = (
-        "import sys, uvimg.app, uvimg.cli; print(*(name for name in sys.modules if 'vips' in name and name != 'uvimg'))"
+        "import sys, uvimg.app, uvimg.cli; "
+        "print(*(name for name in sys.modules if name.startswith(('pyvips', '_libvips', 'PIL', 'cykooz', 'lupa'))))"
     )
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert loaded.split() == []
-    code = "import sys, uvimg.imaging.worker; print('pyvips' in sys.modules)"
+    code = "import sys, uvimg.imaging.worker; print('pyvips' in sys.modules, 'lupa' in sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert loaded.split() == ["True"]
+    # A worker loads the latter once it is told that there is a script.
+    assert loaded.split() == ["True", "False"]
 
 
 def test_the_supervisor_loads_nothing_that_serves() -> None:

@@ -123,6 +123,14 @@ def test_the_limits_of_enlarging_never_forbid_the_image_itself() -> None:
             plan(query, large, **limits)
 
 
+def test_haste_gives_a_rendition_another_name_only_where_it_makes_another() -> None:
+    for query in ("w=320", "w=100&h=100&g=1", "w=50"):
+        assert plan(query, fast_shrink=True).key != plan(query).key, query
+    for query in ("", "w=321", "w=1000", "w=30"):
+        assert plan(query, fast_shrink=True) == plan(query), query
+    assert plan("w=100", image(640, 856, format="png"), fast_shrink=True).key == plan("w=100").key
+
+
 sides = st.integers(1, 70) | st.sampled_from([1000, 9_999, 10_001, 16_384, 999_999_999])
 asked = st.builds(
     Params,
@@ -159,6 +167,7 @@ configured = st.builds(
     max_frames=st.sampled_from([2, 100]),
     webp_effort=st.sampled_from([2, 3]),
     png_compression=st.sampled_from([6, 9]),
+    fast_shrink=st.booleans(),
 )
 
 

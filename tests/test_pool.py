@@ -481,6 +481,21 @@ async def test_workers_for_slow_jobs_are_nice_come_when_they_are_wanted_and_end_
     assert pool.died == 0
 
 
+async def test_a_slow_job_that_comes_while_the_last_slow_worker_ends_is_done_by_a_new_one(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "_SLOW_IDLE_S", 0.05)
+    pool = await start_pool()
+    await render(pool, lane="slow")
+    (ending,) = set(pool.pids) - {worker.pid for worker in pool._main.workers}
+    # It is told to go, and cannot.
+    hang(ending)
+    await until(lambda: pool.slow_workers == (0, 0))
+    assert ending in pool.pids
+    assert isinstance((await render(pool, lane="slow"))[0], Rendered)
+    resume(ending)
+
+
 async def test_a_slow_job_whose_worker_is_killed_is_done_by_another(start_pool: StartPool) -> None:
     pool = await start_pool()
     await render(pool, lane="slow")
@@ -761,7 +776,7 @@ def large_interlaced_png() -> bytes:
 async def test_an_image_that_needs_more_memory_than_a_worker_has_is_refused_by_a_worker_that_lives_on(
     start_pool: StartPool,
 ) -> None:
-    pool = await start_pool(memory_bytes=512 << 20)
+    pool = await start_pool(memory_bytes=352 << 20)
     worker = pool.pids
     data = large_interlaced_png()
     with pytest.raises(BeyondLimits, match="memory"):

@@ -196,3 +196,24 @@ def test_the_healthcheck_is_well_only_with_a_service_that_is(server: Server) -> 
         closed.bind(("127.0.0.1", 0))
         gone = check(f"http://127.0.0.1:{closed.getsockname()[1]}/echo")
     assert (gone.returncode, gone.stderr.count("\n")) == (1, 1)
+
+
+def test_the_script_has_server_and_workers_use_jemalloc_where_it_is_installed(tmp_path: Path) -> None:
+    known = subprocess.run([find_program("ldconfig"), "-p"], capture_output=True, text=True, check=True).stdout
+    if "libjemalloc.so.2 " not in known:
+        if os.environ.get("CI"):
+            pytest.fail("CI must have libjemalloc.so.2")
+        pytest.skip("libjemalloc.so.2 is not installed")
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    command = [ROOT / "scripts/serve", "--port=0", f"--store=local:{tmp_path}", "--workers=1"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert server.stdout is not None
+        assert "is ready" in server.stdout.readline()
+        children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        assert len(children) == 1
+        for pid in (server.pid, *children):
+            assert "libjemalloc.so.2" in Path(f"/proc/{pid}/maps").read_text()
+    finally:
+        server.terminate()
+        server.wait(40)

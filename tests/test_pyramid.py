@@ -91,7 +91,7 @@ def test_what_is_small_or_no_jpeg_has_none() -> None:
     assert list_levels(PHOTO, replace(RULES, min_pixels=0)) == ()
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(SOURCES)
 def test_each_level_is_the_half_of_the_one_above_and_none_is_too_small(source: Source) -> None:
     above = source.upright_size
@@ -131,7 +131,7 @@ def test_what_would_show_the_loss_is_made_of_the_original() -> None:
         assert bool(find_levels(plan(100, 80, encode), PHOTO, RULES)) == starts, encode
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(PARAMS, LARGE)
 def test_no_plan_enlarges_or_crops_unscaled_from_a_level(params: Params, source: Source) -> None:
     if params.original:
@@ -151,7 +151,7 @@ def test_no_plan_enlarges_or_crops_unscaled_from_a_level(params: Params, source:
     assert list(levels) == sorted(levels, key=lambda level: level.width)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(PARAMS, LARGE)
 def test_only_the_conversion_of_colours_is_left_out_of_a_plan_and_its_name_stays(
     params: Params, source: Source
@@ -168,7 +168,7 @@ def test_only_the_conversion_of_colours_is_left_out_of_a_plan_and_its_name_stays
     assert from_level.steps[0] == msgspec.structs.replace(made.steps[0], managed=False)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(LARGE)
 def test_the_plan_of_a_level_gives_what_its_facts_say(source: Source) -> None:
     above = source
@@ -183,7 +183,7 @@ def test_the_plan_of_a_level_gives_what_its_facts_say(source: Source) -> None:
         above = facts
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 10_000), max_size=8), st.integers(1, 20_000), st.integers(1, 300))
 def test_what_is_kept_has_room_and_the_smallest_come_first(sizes: list[int], original: int, percent: int) -> None:
     sizes.sort(reverse=True)

@@ -6,11 +6,14 @@ Below `web`, so that an aiohttp application of ours can start a service in someb
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
+
+import msgspec
 
 from uvimg import __version__, config, logs
 from uvimg.apps.codings import Codings
@@ -28,8 +31,9 @@ from uvimg.core.errors import StoreDown
 from uvimg.core.formats import Format, parse_output_format
 from uvimg.core.plan import Rules
 from uvimg.core.pyramid import PyramidRules
+from uvimg.core.types import Types
 from uvimg.cores import usable_cores
-from uvimg.imaging import Limits, Ready
+from uvimg.imaging import Learn, Limits, Ready
 from uvimg.imaging.pool import Pool, PoolSettings
 from uvimg.metrics import Metrics, Reading, watch_process
 from uvimg.service import App, Service
@@ -106,15 +110,16 @@ async def _starting_images(
     settings: Settings, store: Store, codings: Codings, metrics: Metrics
 ) -> AsyncIterator[tuple[Images, Pool, Ready]]:
     """The images app and its workers."""
-    pool = Pool(_pool_settings(settings))
+    script = _read_script(settings)
+    pool = Pool(_pool_settings(settings, script))
     ready = await pool.start()
     try:
         _check_formats(settings, ready)
         cache: Cache[Any, Rendition] = Cache(settings.cache_size, weigh)
         intermediates = Intermediates(_pyramid_rules(settings), store, pool)
-        images = Images(_images_settings(settings), store, pool, cache, intermediates, codings)
+        images = Images(_images_settings(settings, script), store, pool, cache, intermediates, codings)
         recoder = Recoder(store, pool)
-        metrics.watch(lambda: _read_pool(pool, _pool_settings(settings)))
+        metrics.watch(lambda: _read_pool(pool, _pool_settings(settings, None)))
         metrics.watch(lambda: _read_cache(cache, settings.cache_size))
         metrics.watch(lambda: _read_intermediates(intermediates))
         metrics.watch(lambda: _read_recoder(recoder))
@@ -260,7 +265,29 @@ def count_workers(settings: Settings) -> int:
     return settings.workers or usable_cores()
 
 
-def _pool_settings(settings: Settings) -> PoolSettings:
+# How a script is to be read, and its text.
+_Script = tuple[Learn, bytes]
+# More text than anybody writes; it goes to every worker.
+_LONGEST_SCRIPT = 1 << 20
+# zimg's scripts count as syslog does.
+_PRINTED = {"debug": 7, "info": 6, "warning": 4, "error": 3}
+
+
+def _read_script(settings: Settings) -> _Script | None:
+    """The script of the types, if there is one. It is read here, for a worker may open no file."""
+    if not settings.script or settings.disable_type:
+        return None
+    path = Path(settings.script)
+    try:
+        text = path.read_bytes()
+    except OSError as exc:
+        raise CannotStart(f"script {path}: {exc.strerror}") from exc
+    if len(text) > _LONGEST_SCRIPT:
+        raise CannotStart(f"script {path}: {len(text)} bytes, where at most {_LONGEST_SCRIPT} are read")
+    return Learn(path.name, _PRINTED[settings.log_level], _rules(settings)), text
+
+
+def _pool_settings(settings: Settings, script: _Script | None) -> PoolSettings:
     return PoolSettings(
         workers=count_workers(settings),
         queue_limit=settings.queue_limit,
@@ -270,6 +297,7 @@ def _pool_settings(settings: Settings) -> PoolSettings:
         jobs_per_worker=settings.worker_jobs,
         sandbox=settings.sandbox,
         formats=cast(tuple[Format, ...], settings.allowed_types),
+        script=script,
     )
 
 
@@ -305,21 +333,26 @@ def _values_settings(settings: Settings) -> KeyValueSettings:
     )
 
 
-def _images_settings(settings: Settings) -> ImagesSettings:
+def _rules(settings: Settings) -> Rules:
+    return Rules(
+        quality=settings.quality,
+        format=parse_output_format(settings.format),
+        background=config.parse_colour(settings.background),
+        zoom_up=not settings.disable_zoom_up,
+        max_side=settings.max_output_side,
+        max_pixels=settings.max_output_pixels,
+        max_frames=settings.max_output_frames,
+        fast_shrink=settings.fast_shrink,
+        webp_effort=settings.webp_effort,
+        avif_effort=settings.avif_effort,
+        gif_effort=settings.gif_effort,
+        png_compression=settings.png_compression,
+    )
+
+
+def _images_settings(settings: Settings, script: _Script | None) -> ImagesSettings:
     return ImagesSettings(
-        rules=Rules(
-            quality=settings.quality,
-            format=parse_output_format(settings.format),
-            background=config.parse_colour(settings.background),
-            zoom_up=not settings.disable_zoom_up,
-            max_side=settings.max_output_side,
-            max_pixels=settings.max_output_pixels,
-            max_frames=settings.max_output_frames,
-            webp_effort=settings.webp_effort,
-            avif_effort=settings.avif_effort,
-            gif_effort=settings.gif_effort,
-            png_compression=settings.png_compression,
-        ),
+        rules=_rules(settings),
         limits=Limits(
             max_pixels=settings.max_pixels,
             max_side=settings.max_side,
@@ -331,6 +364,8 @@ def _images_settings(settings: Settings) -> ImagesSettings:
         save_new=int(settings.save_new),
         recode=settings.recode,
         disable_args=settings.disable_args,
+        types=Types({} if settings.disable_type else dict(settings.types.by_name), script is not None),
+        script_tag="" if script is None else _tag_script(*script),
         upload_rule=parse_rules(settings.upload_rule),
         download_rule=parse_rules(settings.download_rule),
         admin_rule=parse_rules(settings.admin_rule),
@@ -340,6 +375,11 @@ def _images_settings(settings: Settings) -> ImagesSettings:
         index_page=_read_page("index.html", settings.index_page),
         admin_page=_read_page("admin.html", settings.admin_page),
     )
+
+
+def _tag_script(learn: Learn, text: bytes) -> str:
+    """What tells the renditions of this script, under these rules, from those of another one."""
+    return hashlib.sha256(msgspec.msgpack.encode((text, learn.rules))).hexdigest()[:16]
 
 
 def _pyramid_rules(settings: Settings) -> PyramidRules:

@@ -17,6 +17,7 @@ from uvimg import __version__, config
 from uvimg.config import ConfigError, Settings
 from uvimg.core.errors import UvimgError
 from uvimg.core.keyvalue import check_database, name_record, show_key
+from uvimg.core.types import Tables
 from uvimg.put import CannotPut, find_items, put_by_url, put_into_store, split_destination
 from uvimg.store import Finding, open_store
 
@@ -443,4 +444,6 @@ def _metavar(declaration: config.Declaration) -> str:
         return "SIZE"
     if declaration.unit == "s":
         return "SECONDS"
+    if declaration.kind is Tables:
+        return "TABLE"
     return "N" if declaration.kind is int else "TEXT"

@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 import msgspec
+from cachetools import LRUCache
 
 from uvimg.apps.codings import Codings
 from uvimg.apps.intermediates import Intermediates
@@ -45,10 +46,12 @@ from uvimg.core.form import FormReader, PartBegins, PartData, PartEnds
 from uvimg.core.formats import HEAD_BYTES, Format, media_type, recognise
 from uvimg.core.message import Content, FilePart, Request, Response
 from uvimg.core.negotiate import Failed, NotModified, Part, Unsatisfiable, Whole, choose_answer, http_date
+from uvimg.core.params import Params
 from uvimg.core.plan import Plan, Rules, Source, make_plan
-from uvimg.core.route import Describe, Options, Page, Params, Query, Remove, Show, Upload, face_of, read_fields, route
-from uvimg.imaging import Inspect, Inspected, Limits, Render, Rendered
-from uvimg.imaging.pool import Pool
+from uvimg.core.route import Describe, Options, Page, Query, Remove, Show, Upload, face_of, read_fields, route
+from uvimg.core.types import Types
+from uvimg.imaging import Inspect, Inspected, Limits, Render, Rendered, RenderType, rendering
+from uvimg.imaging.pool import Lane, Pool
 from uvimg.store import Incoming, Near, Record, Store
 
 log = logging.getLogger("uvimg.images")
@@ -64,7 +67,10 @@ _PAGE_POLICY = (
 
 @dataclass(frozen=True, slots=True)
 class ImagesSettings:
-    """The configuration as this app sees it. `max_bytes` bounds one upload's body."""
+    """The configuration as this app sees it. `max_bytes` bounds one upload's body.
+
+    `script_tag` is another one for another script, or for other rules.
+    """
 
     rules: Rules
     limits: Limits
@@ -73,6 +79,8 @@ class ImagesSettings:
     save_new: int
     recode: bool
     disable_args: bool
+    types: Types
+    script_tag: str
     upload_rule: AccessRules
     download_rule: AccessRules
     admin_rule: AccessRules
@@ -92,10 +100,11 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Rendition:
-    """A rendition's record, and its bytes where they are at hand."""
+    """A rendition's record, and its bytes where they are at hand. Not every one `lasts` longer than its answer."""
 
     record: Record
     body: bytes | None
+    lasts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +135,10 @@ _encode_json = msgspec.json.Encoder().encode
 
 # What a request means is a pure function of method, path and query, and most requests repeat one. Long ones
 # are an attack on the memory, or a mistake.
-_known_route = lru_cache(4096)(route)
 _LONGEST_KNOWN = 256
+# What a script said of a type, for images of equal facts.
+_MOST_ASKED = 4096
+_NO_TYPE = "There is no such type of this image."
 
 # Renditions on their way into a slow store, held in memory meanwhile; more are not kept.
 _MAX_KEEPING_BYTES = 256 << 20
@@ -136,19 +147,6 @@ _MAX_KEEPING_BYTES = 256 << 20
 def read_source(original: Record) -> Source:
     """The facts about an original that its record holds."""
     return _decode_facts(original.facts).source
-
-
-def _route(request: Request) -> Query:
-    decide = _known_route if len(request.target) <= _LONGEST_KNOWN else route
-    return decide(request.method, request.path, request.query)
-
-
-def _name_route(request: Request) -> str:
-    """What the metrics call that which was asked for; "none" where there is no such thing."""
-    try:
-        return _route(request).name
-    except UvimgError:
-        return "none"
 
 
 class Images:
@@ -175,16 +173,34 @@ class Images:
             made = make_plan(params, _decode_facts(facts).source, size, settings.rules)
             return made, made.key
 
-        self._plan = plan
+        @lru_cache(4096)
+        def known_route(method: str, path: str, query: str) -> Query:
+            return route(method, path, query, settings.types)
+
+        self._plan, self._known_route = plan, known_route
+        # Plans of types, and whether renditions of them last; None where there is no such type.
+        self._asked: LRUCache[tuple[str, Source], tuple[Plan, bool] | None] = LRUCache(_MOST_ASKED)
 
     async def drain(self) -> None:
         """Wait until every rendition that is on its way into the store is there."""
         await asyncio.gather(*self._keeping, return_exceptions=True)
 
+    def _route(self, request: Request) -> Query:
+        if len(request.target) <= _LONGEST_KNOWN:
+            return self._known_route(request.method, request.path, request.query)
+        return route(request.method, request.path, request.query, self._settings.types)
+
+    def _name_route(self, request: Request) -> str:
+        """What the metrics call that which was asked for; "none" where there is no such thing."""
+        try:
+            return self._route(request).name
+        except UvimgError:
+            return "none"
+
     # The two doors
 
     def try_now(self, request: Request) -> Response | None:
-        query = _route(request)
+        query = self._route(request)
         response = None
         match query:
             case Show() if self._store.near is not None:
@@ -199,7 +215,7 @@ class Images:
         return response
 
     async def handle(self, request: Request) -> Response:
-        query = _route(request)
+        query = self._route(request)
         response = await self._answer(request, query)
         response.route = query.name
         return response
@@ -224,7 +240,7 @@ class Images:
     def refuse(self, request: Request, error: UvimgError) -> Response:
         """An error as this path's dialect tells it. The body of the request may not have been read."""
         response = _refuse(request, error)
-        response.route = _name_route(request)
+        response.route = self._name_route(request)
         response.headers.update(error.headers)
         response.headers.setdefault("Cache-Control", "no-store")
         return response
@@ -243,7 +259,7 @@ class Images:
         original = near.record(image_name(query.image_id))
         if original is None:
             raise NotFound()
-        params = self._effective(query.params)
+        params = self._effective(query)
         if params.original:
             if original.type == _SVG:
                 return self._codings.show_now(near, request, original, self._svg_headers())
@@ -251,7 +267,7 @@ class Images:
             if isinstance(answer, Response):
                 return answer
             return self._answer_at_hand(answer, original, near.get(original.digest), "original")
-        _, key = self._plan(params, original.digest, original.facts, original.size)
+        _, key = self._choose(query, params, original)
         name = rendition_name(original.digest, key)
         found, origin = self._peek((original.digest, key), name, near), "cache"
         if found is None:
@@ -280,7 +296,7 @@ class Images:
         original = await self._store.record(image_name(query.image_id))
         if original is None:
             raise NotFound()
-        params = self._effective(query.params)
+        params = self._effective(query)
         if params.original and original.type == _SVG:
             # The one image that is text.
             shown = await self._codings.show(request, original, self._svg_headers())
@@ -288,13 +304,13 @@ class Images:
                 return shown
         record, body, origin, key = original, None, "original", ""
         if not params.original:
-            plan, key = self._plan(params, original.digest, original.facts, original.size)
+            plan, key = self._choose(query, params, original)
             # Unless it is our own maker that goes, it is that of another request.
             origin = "shared"
 
             async def make() -> Rendition:
                 nonlocal origin
-                rendition, origin = await self._find_or_make(original, plan, key)
+                rendition, origin = await self._find_or_make(query, original, plan, key)
                 return rendition
 
             rendition = await self._cache.get((original.digest, key), make)
@@ -309,8 +325,14 @@ class Images:
             return await self._show(request, query)
         return self._answer_image(answer, record, content, origin)
 
-    def _effective(self, params: Params) -> Params:
-        return Params() if self._settings.disable_args else params
+    def _effective(self, query: Show) -> Params:
+        return Params() if self._settings.disable_args and not query.typed else query.params
+
+    def _choose(self, query: Show, params: Params, original: Record) -> tuple[Plan | None, str]:
+        """What is to be done, None where a script has to say it first, and the rendition's key."""
+        if query.script:
+            return None, f"type-{query.script}-{self._settings.script_tag}"
+        return self._plan(params, original.digest, original.facts, original.size)
 
     def _answer_at_hand(
         self, answer: Whole | Part, record: Record, body: Content | None, origin: str
@@ -374,7 +396,7 @@ class Images:
 
     # Making
 
-    async def _find_or_make(self, original: Record, plan: Plan, key: str) -> tuple[Rendition, str]:
+    async def _find_or_make(self, query: Show, original: Record, plan: Plan | None, key: str) -> tuple[Rendition, str]:
         """A rendition, and whether it came from the store or was made."""
         name = rendition_name(original.digest, key)
         record = await self._store.record(name)
@@ -383,38 +405,73 @@ class Images:
                 content.close()
                 return Rendition(record, None), "store"
             return Rendition(record, content), "store"
-        rendered, body = await self._render(original, plan)
+        rendered, body, lasts = await self._render(query, original, plan)
         if rendered.as_original:
             record = msgspec.structs.replace(original, facts=b"")
         else:
             digest = await hash_bytes(body)
             record = Record(digest, len(body), media_type(rendered.format), int(time.time()))
-        rendition = Rendition(record, None if rendered.as_original else body)
-        if self._settings.save_new == 1 and self._keeping_bytes + len(body) <= _MAX_KEEPING_BYTES:
+        rendition = Rendition(record, None if rendered.as_original else body, lasts)
+        wanted = lasts and (self._settings.save_new == 1 or (self._settings.save_new == 2 and query.typed))
+        if wanted and self._keeping_bytes + len(body) <= _MAX_KEEPING_BYTES:
             self._keeping_bytes += len(body)
             task = asyncio.create_task(self._keep(name, rendition))
             self._keeping.add(task)
             task.add_done_callback(self._keeping.discard)
         return rendition, "made"
 
-    async def _render(self, original: Record, plan: Plan) -> tuple[Rendered, bytes]:
-        """Have a plan carried out, on an intermediate where one will do."""
+    async def _render(self, query: Show, original: Record, plan: Plan | None) -> tuple[Rendered, bytes, bool]:
+        """Have it made, on an intermediate where one will do; whether it lasts is for a script to say.
+
+        A script knows nothing but a type's name and an image's facts, so what it said once it would say again. It is
+        asked every time where it has something to log.
+        """
         source = read_source(original)
+        if plan is not None:
+            return *await self._carry_out(plan, original, source), True
+        asked = query.script, source
+        if asked not in self._asked:
+            return await self._ask(query.script, original, source)
+        known = self._asked[asked]
+        if known is None:
+            raise NotFound(_NO_TYPE)
+        plan, lasts = known
+        return *await self._carry_out(plan, original, source), lasts
+
+    async def _ask(self, type: str, original: Record, source: Source) -> tuple[Rendered, bytes, bool]:
+        """Have the script asked and its answer carried out at once. What that will cost nobody knows yet."""
+        content = await self._fetch(original, original)
+        try:
+            rendered, body = await self._run(RenderType(type, source), content, "fast")
+        except NotFound:
+            self._asked[type, source] = None
+            raise
+        assert rendered.plan is not None
+        if not rendered.printed:
+            self._asked[type, source] = rendered.plan, rendered.lasts
+        self._intermediates.want(original, source)
+        return rendered, body, rendered.lasts
+
+    async def _carry_out(self, plan: Plan, original: Record, source: Source) -> tuple[Rendered, bytes]:
+        """Have a plan carried out, on an intermediate where one will do."""
         start = await self._intermediates.find(original, source, plan)
         if start is not None:
             try:
-                return await self._run(start.source, start.plan, start.content)
+                return await self._run_plan(start.source, start.plan, start.content)
             except Undecodable:
                 await self._intermediates.forget(original, source, "not to be decoded")
-        rendered = await self._run(source, plan, await self._fetch(original, original))
+        rendered = await self._run_plan(source, plan, await self._fetch(original, original))
         self._intermediates.want(original, source)
         return rendered
 
-    async def _run(self, source: Source, plan: Plan, content: Content) -> tuple[Rendered, bytes]:
+    async def _run_plan(self, source: Source, plan: Plan, content: Content) -> tuple[Rendered, bytes]:
+        job = rendering(plan, source)
+        return await self._run(job, content, choose_lane(plan, source, job.engine))
+
+    async def _run(self, job: Render | RenderType, content: Content, lane: Lane) -> tuple[Rendered, bytes]:
         """A job for a worker. Closes the content."""
         try:
-            lane = choose_lane(plan, source, "libvips")
-            rendered, body = await self._pool.run(Render(source.format, plan), content, lane)
+            rendered, body = await self._pool.run(job, content, lane)
         finally:
             close(content)
         assert isinstance(rendered, Rendered)
@@ -791,4 +848,4 @@ def _tell_command(outcome: str, query: str, reason: str = "") -> str:
 
 def weigh(rendition: Rendition) -> int:
     """What a rendition costs the cache, in bytes; one whose bytes are not at hand is not worth keeping."""
-    return sys.maxsize if rendition.body is None else len(rendition.body) + 512
+    return sys.maxsize if rendition.body is None or not rendition.lasts else len(rendition.body) + 512

@@ -53,7 +53,7 @@ class Counts:
 
 
 class Recoder:
-    """`run` goes on until it is cancelled, at any moment: what is half done is left as it was."""
+    """`run` walks for ever, until it is cancelled, at any moment: what is half done is left as it was."""
 
     def __init__(self, store: Store, pool: Pool) -> None:
         self._store, self._pool = store, pool
@@ -67,7 +67,7 @@ class Recoder:
             try:
                 version = self._version()
                 if version is None or version != walked_at:
-                    await self._walk()
+                    await self.walk()
                     walked_at = version
             except UvimgError as exc:
                 log.warning("renditions could not be coded anew: %s", exc.detail)
@@ -78,7 +78,7 @@ class Recoder:
     def _version(self) -> int | None:
         return None if self._store.near is None else self._store.near.version()
 
-    async def _walk(self) -> None:
+    async def walk(self) -> None:
         """Every rendition once, from anywhere to the end and from the beginning to there."""
         smaller, saved_bytes = self.counts.smaller, self.counts.saved_bytes
         middle = _PREFIX + secrets.token_hex(32).encode()

@@ -165,6 +165,10 @@ class WorkerFailed(UvimgError):
     sentence = "The image could not be worked on: its worker stopped, twice."
 
 
+class ScriptFailed(UvimgError):
+    sentence = "The script of this type failed; the log knows where."
+
+
 class NotImplementedHere(UvimgError):
     status = 501
     sentence = "That is not known here."

@@ -6,6 +6,7 @@ The walkers below read hostile bytes: they only ever step forward, so they end a
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 Format = Literal["jpeg", "png", "webp", "gif", "avif", "tiff", "svg"]
@@ -107,6 +108,29 @@ def jpeg_quality(data: bytes) -> int:
                 total = sum(table) + (255 * sum(table[0::2]) if wide else 0)
                 return 1 + min(range(100), key=lambda index: abs(_SUMS[index] - total))
     return 100
+
+
+@dataclass(frozen=True, slots=True)
+class JpegFrame:
+    """What a JPEG's frame header declares. Only of the kinds that everybody decodes: see jpeg_frame."""
+
+    width: int
+    height: int
+    components: int
+
+
+def jpeg_frame(data: bytes) -> JpegFrame | None:
+    """The frame of a JPEG with 8 bits a sample, Huffman-coded, baseline, extended or progressive; else None."""
+    for marker, start, stop in _jpeg_segments(data):
+        if marker in (0xC0, 0xC1, 0xC2) and stop - start >= 10:
+            precision, components = data[start + 4], data[start + 9]
+            height, width = (int.from_bytes(data[start + at : start + at + 2], "big") for at in (5, 7))
+            is_plain = precision == 8 and width and height and stop - start == 10 + 3 * components
+            return JpegFrame(width, height, components) if is_plain else None
+        if marker == 0xDA:
+            # Other kinds of frame are no needed part of a plain one, and a scan without any is none.
+            return None
+    return None
 
 
 def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:

@@ -8,13 +8,15 @@ is made and kept once.
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
 from uvimg.core.errors import BadParameter
 from uvimg.core.formats import Format, OutputFormat, parse_output_format
-from uvimg.core.route import Params
+from uvimg.core.params import Params
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
@@ -56,6 +58,8 @@ class Rules:
     avif_effort: int = 1
     gif_effort: int = 3
     png_compression: int = 6
+    # Of a JPEG original.
+    fast_shrink: bool = False
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
@@ -70,6 +74,13 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     managed: bool
     gray: bool
     fast: bool = False
+
+
+class Scale(msgspec.Struct, frozen=True, tag=True):
+    """Stretch to width × height in the middle of a plan; at its beginning Load does it, which costs less."""
+
+    width: int
+    height: int
 
 
 class Crop(msgspec.Struct, frozen=True, tag=True):
@@ -89,7 +100,7 @@ class Rotate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Gray(msgspec.Struct, frozen=True, tag=True):
-    """To one channel (beside alpha)."""
+    """To one channel (beside alpha): the luma of ITU-R BT.601, which is what a JPEG keeps apart from its colours."""
 
 
 class Flatten(msgspec.Struct, frozen=True, tag=True):
@@ -111,7 +122,7 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
     or_original: bool = False
 
 
-Step = Load | Crop | Rotate | Gray | Flatten | Encode
+Step = Load | Scale | Crop | Rotate | Gray | Flatten | Encode
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -130,6 +141,8 @@ def _spell(step: Step) -> str:
         case Load():
             frames = f"x{step.frames}" if step.frames > 1 else ""
             return f"{step.width}x{step.height}{frames}" + (".fast" if step.fast else "")
+        case Scale():
+            return f"s{step.width}x{step.height}"
         case Crop():
             return f"c{step.left}.{step.top}.{step.width}.{step.height}"
         case Rotate():
@@ -144,6 +157,7 @@ def _spell(step: Step) -> str:
 
 
 _LOAD = re.compile(r"(\d+)x(\d+)(?:x(\d+))?(\.fast)?")
+_SCALE = re.compile(r"s(\d+)x(\d+)")
 _CROP = re.compile(r"c(\d+)\.(\d+)\.(\d+)\.(\d+)")
 _ROTATE = re.compile(r"r(\d+)\.([0-9a-f]{6})")
 _FLATTEN = re.compile(r"b([0-9a-f]{6})")
@@ -163,8 +177,11 @@ def parse_key(key: str, source: Source, size: int) -> Plan | None:
         if crop := _CROP.fullmatch(part):
             left, top, width, height = map(int, crop.groups())
             steps.append(Crop(left, top, width, height))
+        elif scale := _SCALE.fullmatch(part):
+            width, height = int(scale[1]), int(scale[2])
+            steps.append(Scale(width, height))
         elif rotate := _ROTATE.fullmatch(part):
-            width, height = _rotated_size(width, height, int(rotate[1]))
+            width, height = rotated_size(width, height, int(rotate[1]))
             steps.append(Rotate(int(rotate[1]), width, height, _parse_colour(rotate[2])))
         elif flatten := _FLATTEN.fullmatch(part):
             steps.append(Flatten(_parse_colour(flatten[1])))
@@ -195,30 +212,42 @@ def make_plan(params: Params, source: Source, size: int, rules: Rules) -> Plan:
     assert not params.original, "the original needs no plan"
     load, crop = _place(params, source, rules)
     width, height = (crop.width, crop.height) if crop else load
-    steps: list[Step] = []
+    steps: list[Step] = [crop] if crop and (width, height) != load else []
     if params.r:
-        width, height = _rotated_size(width, height, params.r)
+        width, height = rotated_size(width, height, params.r)
         steps.append(Rotate(params.r, width, height, rules.background))
         _check_size((width, height), params, source, rules)
+    largest = max(load[0] * load[1], width * height)
+    return finish_plan(load, steps, (width, height), largest, params, source, size, rules)
+
+
+def finish_plan(
+    load: tuple[int, int],
+    steps: Sequence[Step],
+    size: tuple[int, int],
+    largest: int,
+    params: Params,
+    source: Source,
+    source_bytes: int,
+    rules: Rules,
+) -> Plan:
+    """The plan that scales to `load`, goes these steps to `size`, and does the rest of what `params` ask for.
+
+    `largest` is the most pixels that one frame has on the way.
+    """
+    rest: list[Step] = []
     if params.g and not source.gray:
-        steps.append(Gray())
+        rest.append(Gray())
     format = _choose_format(params, source, rules)
-    if format == "webp" and max(width, height) > _WEBP_MAX_SIDE:
+    if format == "webp" and max(size) > _WEBP_MAX_SIDE:
         raise BadParameter("f", f"f=webp holds at most {_WEBP_MAX_SIDE} pixels a side.")
     if source.has_alpha and format == "jpeg":
-        steps.append(Flatten(rules.background))
-    steps.append(_encode(params, source, size, format, rules))
-    first: list[Step] = [
-        Load(
-            *load,
-            frames=_count_frames(source, format, max(load[0] * load[1], width * height), rules),
-            managed=source.managed,
-            gray=source.gray,
-        )
-    ]
-    if crop and (crop.width, crop.height) != load:
-        first.append(crop)
-    return Plan((*first, *steps))
+        rest.append(Flatten(rules.background))
+    rest.append(_encode(params, source, source_bytes, format, rules))
+    frames = _count_frames(source, format, largest, rules)
+    fast = rules.fast_shrink and _is_faster(load, source)
+    first = Load(*load, frames=frames, managed=source.managed, gray=source.gray, fast=fast)
+    return Plan((first, *steps, *rest))
 
 
 def _place(params: Params, source: Source, rules: Rules) -> tuple[tuple[int, int], Crop | None]:
@@ -260,6 +289,12 @@ def _place(params: Params, source: Source, rules: Rules) -> tuple[tuple[int, int
             return scaled, _centre(scaled, w, h) if params.p == 1 and w and h else None
 
 
+def _is_faster(load: tuple[int, int], source: Source) -> bool:
+    """Whether to be fast makes a difference, so that there is no second name for the same rendition."""
+    full = source.upright_size
+    return source.format == "jpeg" and choose_divisor(full, load, fast=True) != choose_divisor(full, load, fast=False)
+
+
 def _scale(side: int, wanted: int, whole: int) -> int:
     """side · wanted / whole, rounded half up, at least 1. In whole numbers: floats miss the wanted side by one."""
     return max(1, (2 * side * wanted + whole) // (2 * whole))
@@ -275,12 +310,8 @@ def _checked(size: tuple[int, int], params: Params, source: Source, rules: Rules
 
 
 def _check_size(size: tuple[int, int], params: Params, source: Source, rules: Rules) -> None:
-    """Refuse to enlarge beyond what the configuration allows, naming the parameter that asks for it.
-
-    What is no larger than the image itself was allowed when that was uploaded.
-    """
-    max_side = max(rules.max_side, source.width, source.height)
-    max_pixels = max(rules.max_pixels, source.width * source.height)
+    """Refuse to enlarge beyond what the configuration allows, naming the parameter that asks for it."""
+    max_side, max_pixels = find_limits(source, rules)
     if max(size) <= max_side and size[0] * size[1] <= max_pixels:
         return
     # The side that enlarges more is the one to blame.
@@ -292,7 +323,15 @@ def _check_size(size: tuple[int, int], params: Params, source: Source, rules: Ru
     )
 
 
-def _rotated_size(width: int, height: int, degrees: int) -> tuple[int, int]:
+def find_limits(source: Source, rules: Rules) -> tuple[int, int]:
+    """The longest side and the most pixels of what is made of a source.
+
+    What is no larger than the image itself was allowed when that was uploaded.
+    """
+    return max(rules.max_side, source.width, source.height), max(rules.max_pixels, source.width * source.height)
+
+
+def rotated_size(width: int, height: int, degrees: int) -> tuple[int, int]:
     """The canvas that holds a turned picture: ImageMagick's, hence zimg's, with a margin of a pixel or two."""
     if degrees % 180 == 0:
         return width, height
@@ -347,3 +386,55 @@ def _encode(params: Params, source: Source, size: int, format: OutputFormat, rul
         size if params.bare else 0,
         params.bare and may_be_original,
     )
+
+
+# Who carries out a plan: "jpeg" is faster, "libvips" can do everything.
+Engine = Literal["jpeg", "libvips"]
+
+# The engine "jpeg" holds what it decodes in memory, four bytes a pixel of colour. At 6 MP it is still faster than
+# libvips, which works by lines; at 12 MP it has 0.7 of its speed.
+JPEG_MAX_DECODED_BYTES = 32 << 20
+
+# Beyond the edges libvips takes the outermost pixel for granted, the engine "jpeg" nothing. Where the edges are most of
+# the picture they would not agree.
+_JPEG_LEAST_SIDE = 16
+
+
+_LEAST_DECODED_SIDE = 16
+
+
+def choose_divisor(full: tuple[int, int], scaled: tuple[int, int], *, fast: bool) -> int:
+    """At which part of its size, 1, 1/2, 1/4 or 1/8, a JPEG of the size `full` is decoded on the way to `scaled`.
+
+    What the decoder leaves out comes in blocks, which shows: a factor of two is left to the resampler, unless
+    it has to be fast. Of a short side some pixels are left, for the last of them is only in part one of the picture.
+    """
+    factor = min(full[0] / scaled[0], full[1] / scaled[1], min(full) / _LEAST_DECODED_SIDE)
+    return next((divisor for divisor in (8, 4, 2) if factor >= divisor * (1 if fast else 2)), 1)
+
+
+def choose_engine(plan: Plan, source: Source) -> Engine:
+    """Who carries out a plan. The result is as good, and the same but for the last bits of a pixel.
+
+    The engine "jpeg" converts no colours, has no alpha, does not enlarge and tries no second quality. It rounds once
+    more than libvips, which only shows in what is encoded without much loss, and in gray as WebP codes it.
+    """
+    load, *rest, encode = plan.steps
+    assert isinstance(load, Load)
+    assert isinstance(encode, Encode)
+    if source.format != "jpeg" or source.managed or source.has_alpha or encode.max_bytes:
+        return "libvips"
+    gray = source.gray or any(isinstance(step, Gray) for step in rest)
+    # Only libvips' libjpeg knows what more effort is.
+    if not ((encode.format == "jpeg" and not encode.effort) or (encode.format == "webp" and not gray)):
+        return "libvips"
+    full = source.upright_size
+    if load.width > full[0] or load.height > full[1] or min(load.width, load.height) < _JPEG_LEAST_SIDE:
+        return "libvips"
+    # A script may crop what it has turned, or again; the engine "jpeg" scales no more than one crop.
+    after = rest[1:] if rest and isinstance(rest[0], Crop) else rest
+    if not all(isinstance(step, Gray) or (isinstance(step, Rotate) and step.degrees % 90 == 0) for step in after):
+        return "libvips"
+    divisor = choose_divisor(full, (load.width, load.height), fast=load.fast)
+    decoded_bytes = -(-full[0] // divisor) * -(-full[1] // divisor) * (1 if gray else 4)
+    return "jpeg" if decoded_bytes <= JPEG_MAX_DECODED_BYTES else "libvips"

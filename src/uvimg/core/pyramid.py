@@ -2,8 +2,8 @@
 
 Level n is a JPEG with each side divided by 2ⁿ: upright, sRGB or gray, without chroma subsampling, made from the
 level above by the decoder's own halving. That is how libvips begins to make a thumbnail of the original, so a
-rendition that starts from at least twice its size loses nothing that can be seen: less than 0.1 dB, measured
-behind its own coding on photos, text and line art.
+rendition that starts from at least twice its size is as true as libvips' own: at most 0.1 dB less, measured behind
+the rendition's coding on photos, text and line art.
 Surprise: halves by Lanczos are worse. On text each clips what it overshoots, which cost 1.4 dB in three levels.
 """
 

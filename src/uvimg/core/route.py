@@ -4,7 +4,6 @@ Two faces of the same images: zimg's paths, which its clients keep using, and `/
 same parameters and differ in how they name things and tell errors.
 """
 
-import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 from urllib.parse import unquote_plus
@@ -13,48 +12,23 @@ import msgspec
 
 from uvimg.core.address import parse_id
 from uvimg.core.errors import BadParameter, BadRequest, MethodNotAllowed, NotFound, NotImplementedHere
-from uvimg.core.formats import OUTPUT_FORMATS, OutputFormat, parse_output_format
+from uvimg.core.params import Params, read_params
+from uvimg.core.types import NO_TYPES, Types, is_type_name
 
 Face = Literal["zimg", "images"]
 
 
-# These two are made for every new URL, and a frozen dataclass takes ten times as long to make.
-class Params(msgspec.Struct, frozen=True):
-    """What is wanted of an image, as zimg names it; see the table of parameters in the README.
-
-    w and h are 0, x and y are -1, q is 0 and f is "" where they are not given. `bare` is the image
-    asked for with no parameter at all.
-    """
-
-    w: int = 0
-    h: int = 0
-    p: int = 1
-    g: int = 0
-    x: int = -1
-    y: int = -1
-    r: int = 0
-    q: int = 0
-    f: OutputFormat | Literal["", "none"] = ""
-
-    @property
-    def bare(self) -> bool:
-        return self == _BARE
-
-    @property
-    def original(self) -> bool:
-        """p=0 with neither w nor h is the original, byte for byte, whatever else is given."""
-        return self.p == 0 and not self.w and not self.h
-
-
-_BARE = Params()
-
-
+# Made for every new URL, and a frozen dataclass takes ten times as long to make.
 class Show(msgspec.Struct, frozen=True):
-    """An image, or a rendition of it."""
+    """An image, or a rendition of it. `typed` says that t= chose it: by `params` or, where `script` is the type's
+    name, by what the script makes of that; `params` say nothing then.
+    """
 
     name: ClassVar[str] = "image"
     image_id: str
     params: Params
+    typed: bool = False
+    script: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +78,7 @@ def face_of(path: str) -> Face:
     return "images" if path == "/images" or path.startswith("/images/") else "zimg"
 
 
-def route(method: str, path: str, query: str) -> Query:
+def route(method: str, path: str, query: str, types: Types = NO_TYPES) -> Query:
     """What is asked for. `path` is decoded, `query` is not.
 
     Raises NotFound, MethodNotAllowed, NotImplementedHere, BadRequest.
@@ -115,11 +89,11 @@ def route(method: str, path: str, query: str) -> Query:
         # Of the server as a whole (RFC 9110 9.3.7).
         return Options("GET, HEAD, POST, DELETE, OPTIONS")
     if face_of(path) == "images":
-        return _route_images(method, path, query)
-    return _route_zimg(method, path, query)
+        return _route_images(method, path, query, types)
+    return _route_zimg(method, path, query, types)
 
 
-def _route_images(method: str, path: str, query: str) -> Query:
+def _route_images(method: str, path: str, query: str, types: Types) -> Query:
     if path in ("/images", "/images/"):
         return _choose(method, {"POST": Upload()})
     name, _, rest = path.removeprefix("/images/").partition("/")
@@ -132,11 +106,11 @@ def _route_images(method: str, path: str, query: str) -> Query:
     if method == "DELETE" and not dot:
         return Remove(image_id)
     if method in ("GET", "HEAD"):
-        return Show(image_id, _parse_params(query, extension if dot else None))
+        return _show(image_id, query, extension if dot else None, types)
     return _choose(method, {"GET": None} if dot else {"GET": None, "DELETE": None})
 
 
-def _route_zimg(method: str, path: str, query: str) -> Query:
+def _route_zimg(method: str, path: str, query: str, types: Types) -> Query:
     match path:
         case "/":
             return _choose(method, {"GET": Page("index"), "POST": Upload()})
@@ -154,7 +128,7 @@ def _route_zimg(method: str, path: str, query: str) -> Query:
     if image_id is None:
         raise NotFound("There is nothing here.")
     if method in ("GET", "HEAD"):
-        return Show(image_id, _parse_params(query, None))
+        return _show(image_id, query, None, types)
     return _choose(method, {"GET": None})
 
 
@@ -185,10 +159,6 @@ def _choose(method: str, choices: dict[str, Query | None]) -> Query:
     raise MethodNotAllowed(allow)
 
 
-# Nine digits: more than any limit allows, and too few to compute anything huge with.
-_INTEGER = re.compile(r"-?\d{1,9}", re.ASCII)
-
-
 def read_fields(query: str) -> dict[str, str]:
     """The query's fields, the first of each name, as zimg took them; empty ones count as not given.
 
@@ -208,47 +178,16 @@ def read_fields(query: str) -> dict[str, str]:
     return fields
 
 
-def _parse_params(query: str, extension: str | None) -> Params:
-    """The parameters of an image. Unknown ones are ignored and make no rendition of their own."""
+def _show(image_id: str, query: str, extension: str | None, types: Types) -> Show:
     fields = read_fields(query)
-    if not fields and extension is None:
-        return _BARE
-    return Params(
-        w=_integer(fields, "w", 0, 0, None),
-        h=_integer(fields, "h", 0, 0, None),
-        p=_integer(fields, "p", 1, 0, 4),
-        g=_integer(fields, "g", 0, 0, 1),
-        x=_integer(fields, "x", -1, None, None),
-        y=_integer(fields, "y", -1, None, None),
-        r=_integer(fields, "r", 0, None, None) % 360,
-        q=_integer(fields, "q", 0, 1, 100),
-        f=_format(fields, extension),
-    )
-
-
-def _integer(fields: dict[str, str], name: str, default: int, low: int | None, high: int | None) -> int:
-    text = fields.get(name)
-    if text is None:
-        return default
-    value = int(text) if _INTEGER.fullmatch(text) else None
-    if value is None or (low is not None and value < low) or (high is not None and value > high):
-        least = "" if low is None else f" from {low} up,"
-        allowed = f"{least} of at most nine digits" if high is None else f" from {low} to {high}"
-        raise BadParameter(name, f"{name} must be a whole number{allowed}.")
-    return value
-
-
-def _format(fields: dict[str, str], extension: str | None) -> OutputFormat | Literal["", "none"]:
-    """The format asked for, by f or by the extension of the path."""
-    text = fields.get("f", "").lower()
-    wanted = "none" if text == "none" else parse_output_format(text)
-    if text and wanted is None:
-        raise BadParameter("f", f"f must be one of {', '.join(OUTPUT_FORMATS)} or none.")
-    if extension is None:
-        return wanted or ""
-    format = parse_output_format(extension)
-    if format is None:
-        raise BadParameter("f", f"The path's extension must be one of {', '.join(OUTPUT_FORMATS)}, or absent.")
-    if wanted is not None and wanted != format:
-        raise BadParameter("f", f"f={text} contradicts the path's extension, .{extension.lower()}.")
-    return format
+    name = fields.get("t") if types.are_on else None
+    if name is None:
+        return Show(image_id, read_params(fields, extension))
+    if extension is not None:
+        raise BadParameter("t", "A type chooses the format itself: leave out the path's extension.")
+    params = types.tables.get(name)
+    if params is not None:
+        return Show(image_id, params, typed=True)
+    if not types.scripted or not is_type_name(name):
+        raise NotFound("There is no such type.")
+    return Show(image_id, Params(), typed=True, script=name)

@@ -10,7 +10,7 @@ import struct
 import msgspec
 
 from uvimg.core.formats import Format, OutputFormat
-from uvimg.core.plan import Plan, Source
+from uvimg.core.plan import Engine, Plan, Rules, Source, choose_engine
 
 PREFIX = struct.Struct(">II")
 
@@ -32,13 +32,41 @@ class Inspect(msgspec.Struct, frozen=True, tag=True):
 
 
 class Render(msgspec.Struct, frozen=True, tag=True):
-    """Carry out a plan. Answered by Rendered and its bytes, or Refused."""
+    """Carry out a plan, best made by `rendering`. Answered by Rendered and its bytes, or Refused.
+
+    libvips does what the engine "jpeg" cannot; it finds the orientation (1..8) by itself.
+    """
 
     format: Format
     plan: Plan
+    engine: Engine = "libvips"
+    orientation: int = 1
 
 
-Job = Inspect | Render
+def rendering(plan: Plan, source: Source) -> Render:
+    """The job that carries out a plan on an original, or on whatever else has these facts."""
+    return Render(source.format, plan, choose_engine(plan, source), source.orientation)
+
+
+class Learn(msgspec.Struct, frozen=True, tag=True):
+    """Read the script of the types, the frame's bytes, once, before any RenderType. Answered by Learnt or Refused.
+
+    `name` stands in its errors. What it prints above `level` (0 to 7, as in syslog) is left out.
+    """
+
+    name: str
+    level: int
+    rules: Rules
+
+
+class RenderType(msgspec.Struct, frozen=True, tag=True):
+    """Ask the script about a type and carry out what it says. Answered by Rendered and its bytes, or Refused."""
+
+    name: str
+    source: Source
+
+
+Job = Inspect | Render | Learn | RenderType
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -57,27 +85,46 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     confined_by: tuple[str, ...]
 
 
+class Printed(msgspec.Struct, frozen=True, array_like=True):
+    """A line that a script had logged; `level` as in syslog."""
+
+    level: int
+    text: str
+
+
+class Learnt(msgspec.Struct, frozen=True, tag=True):
+    printed: tuple[Printed, ...] = ()
+
+
 class Inspected(msgspec.Struct, frozen=True, tag=True):
     source: Source
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
-    """The frame's bytes are the rendition; with `as_original` there are none, the original is the rendition."""
+    """The frame's bytes are the rendition; with `as_original` there are none, the original is the rendition.
+
+    `engine` is the one that made it in the end; `plan` is what a script wanted, and `lasts` whether that may be kept.
+    """
 
     format: Format | OutputFormat
     width: int
     height: int
     as_original: bool = False
+    engine: Engine = "libvips"
+    plan: Plan | None = None
+    lasts: bool = True
+    printed: tuple[Printed, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The image cannot be worked on: `kind` chooses our error, `detail` is fit for the public."""
+    """The image cannot be worked on: `kind` chooses our error, `detail` is fit for the public but for "script"."""
 
     kind: str
     detail: str
+    printed: tuple[Printed, ...] = ()
 
 
-Reply = Ready | Inspected | Rendered | Refused
+Reply = Ready | Learnt | Inspected | Rendered | Refused
 
 
 def encode_frame(head: msgspec.Struct, size: int) -> bytes:

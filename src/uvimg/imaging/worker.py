@@ -5,6 +5,7 @@ the end of this process, which the parent notices and replaces.
 """
 
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -21,21 +22,27 @@ os.environ["VIPS_DISC_THRESHOLD"] = "100g"
 
 import pyvips
 
+from uvimg.core.errors import BadParameter
 from uvimg.core.formats import FORMATS, OUTPUT_FORMATS, Format, is_srgb_profile, jpeg_quality, keep_only_pixels
-from uvimg.core.plan import Crop, Encode, Flatten, Gray, Load, Plan, Rotate, Source, Step
+from uvimg.core.plan import Crop, Encode, Flatten, Gray, Load, Plan, Rotate, Scale, Source, Step, choose_divisor
 from uvimg.imaging import (
     PREFIX,
     Inspect,
     Inspected,
     Job,
+    Learn,
+    Learnt,
     Limits,
     Order,
     Ready,
     Refused,
     Render,
     Rendered,
+    RenderType,
     Reply,
     encode_frame,
+    jpeg,
+    rendering,
 )
 from uvimg.imaging.confine import confine, die_with_parent, limit
 
@@ -57,8 +64,14 @@ _LOADERS: dict[Format, str] = {
 }
 
 
+_jpeg = jpeg.Engine()
+
+
 class Arguments(msgspec.Struct, frozen=True):
-    """What the parent says on the command line. `sandbox` is "auto", "require" or "off"; `niceness` adds to its own."""
+    """What the parent says on the command line. `sandbox` is "auto", "require" or "off"; `niceness` adds to its own.
+
+    `scripted` announces a script, whose text would be too long for a command line.
+    """
 
     socket_fd: int
     parent_pid: int
@@ -66,6 +79,7 @@ class Arguments(msgspec.Struct, frozen=True):
     sandbox: str
     allowed: tuple[str, ...]
     niceness: int = 0
+    scripted: bool = False
 
 
 def main() -> None:
@@ -87,6 +101,8 @@ def main() -> None:
     # Looking into a profile takes a codec that Python imports on first use, which it cannot once confined. libvips
     # in turn may only work once confined, for the threads that it starts then stay.
     is_srgb_profile(b"")
+    _jpeg.try_out()
+    scripting = _Scripting() if arguments.scripted else None
     in_force: tuple[str, ...] = ()
     limit(arguments.memory_bytes)
     if arguments.sandbox != "off":
@@ -97,7 +113,7 @@ def main() -> None:
     while (received := _receive(connection)) is not None:
         job, original = received
         with original:
-            answer, body = _answer(job, original)
+            answer, body = _answer(job, original, scripting)
         _send(connection, encode_frame(answer, len(body)), body)
 
 
@@ -105,25 +121,25 @@ class Original:
     """The bytes of a job's image, in memory or in a file that somebody else holds too."""
 
     def __init__(self, data: bytes, fd: int | None, size: int) -> None:
-        self._data, self._fd, self.size = data, fd, size
+        self.data, self.fd, self.size = data, fd, size
 
     def source(self) -> Any:
         """A new libvips source; each serves one load."""
-        if self._fd is None:
-            return pyvips.Source.new_from_memory(self._data)
-        os.lseek(self._fd, 0, os.SEEK_SET)
-        return pyvips.Source.new_from_descriptor(self._fd)
+        if self.fd is None:
+            return pyvips.Source.new_from_memory(self.data)
+        os.lseek(self.fd, 0, os.SEEK_SET)
+        return pyvips.Source.new_from_descriptor(self.fd)
 
     def read(self, size: int) -> bytes:
         """The first `size` bytes."""
-        return self._data[:size] if self._fd is None else os.pread(self._fd, size, 0)
+        return self.data[:size] if self.fd is None else os.pread(self.fd, size, 0)
 
     def __enter__(self) -> "Original":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
+        if self.fd is not None:
+            os.close(self.fd)
 
 
 def _send(connection: socket.socket, frame: bytes, body: bytes) -> None:
@@ -180,13 +196,19 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _answer(job: Job, original: Original) -> tuple[Reply, bytes]:
+def _answer(job: Job, original: Original, scripting: "_Scripting | None") -> tuple[Reply, bytes]:
     try:
         match job:
             case Inspect():
                 return _inspect(job.format, original, job.limits), b""
             case Render():
-                return _render(job.format, job.plan, original)
+                return _render(job, original)
+            case Learn():
+                assert scripting is not None
+                return scripting.learn(job, original.read(original.size)), b""
+            case RenderType():
+                assert scripting is not None
+                return scripting.render(job, original)
     except pyvips.Error as exc:
         # libvips' own words, and libjpeg's.
         if "out of memory" in str(exc) or "Insufficient memory" in str(exc):
@@ -198,6 +220,40 @@ def _answer(job: Job, original: Original) -> tuple[Reply, bytes]:
         # Our own bug: the log says where, the parent answers 500, and this process starts anew.
         traceback.print_exc()
         raise SystemExit(1) from None
+
+
+class _Scripting:
+    """The script of the types. Made before this process is confined, for it is then that lupa can be imported."""
+
+    def __init__(self) -> None:
+        # Only where there is a script: it takes memory, and a moment.
+        from uvimg.imaging import scripts
+
+        self._scripts = scripts
+        self._script: scripts.Script | None = None
+
+    def learn(self, job: Learn, text: bytes) -> Learnt | Refused:
+        try:
+            self._script = self._scripts.Script(job.name, text, job.level, job.rules)
+        except self._scripts.ScriptError as exc:
+            return Refused("script", str(exc))
+        return Learnt(self._script.printed)
+
+    def render(self, job: RenderType, original: Original) -> tuple[Reply, bytes]:
+        """Carry out what the script says, like any other plan."""
+        assert self._script is not None
+        run = self._script.ask(job.name, job.source)
+        # zimg's own sample says that it failed, goes on, and fails.
+        if run.error and run.code != -1:
+            return Refused("script", run.error, run.printed), b""
+        if run.code is None or run.code < 0:
+            return Refused("type", "There is no such type of this image.", run.printed), b""
+        try:
+            plan = run.recording.plan()
+        except BadParameter as exc:
+            return Refused("limits", exc.detail, run.printed), b""
+        rendered, body = _render(rendering(plan, job.source), original)
+        return msgspec.structs.replace(rendered, plan=plan, lasts=run.code > 0, printed=run.printed), body
 
 
 _NO_MEMORY = Refused("memory", "The image needs more memory than a worker has.")
@@ -322,7 +378,25 @@ def _check_limits(width: int, height: int, frames: int, progressive: bool, limit
     return None
 
 
-def _render(format: Format, plan: Plan, original: Original) -> tuple[Rendered, bytes]:
+def _render(job: Render, original: Original) -> tuple[Rendered, bytes]:
+    if job.engine == "jpeg":
+        with contextlib.suppress(jpeg.Unsuited):
+            return _render_by_jpeg(job, original)
+    return _render_by_libvips(job.format, job.plan, original)
+
+
+def _render_by_jpeg(job: Render, original: Original) -> tuple[Rendered, bytes]:
+    encode = job.plan.steps[-1]
+    assert isinstance(encode, Encode)
+    drawn = _jpeg.draw(job.plan, job.orientation, original.data, original.fd)
+    rendered = Rendered(encode.format, drawn.width, drawn.height, engine="jpeg")
+    if drawn.is_jpeg:
+        return rendered, drawn.data
+    image = pyvips.Image.new_from_memory(drawn.data, drawn.width, drawn.height, drawn.channels, "uchar")
+    return rendered, _write(image.copy(interpretation="srgb" if drawn.channels == 3 else "b-w"), encode)
+
+
+def _render_by_libvips(format: Format, plan: Plan, original: Original) -> tuple[Rendered, bytes]:
     load, *rest, encode = plan.steps
     assert isinstance(load, Load)
     assert isinstance(encode, Encode)
@@ -357,17 +431,14 @@ def _render(format: Format, plan: Plan, original: Original) -> tuple[Rendered, b
 def _load(load: Load, original: Original) -> Iterator[Image]:
     """The frames, upright, 8 bits a channel, in sRGB or gray, at the plan's size."""
     colours = {"output_profile": "srgb"} if load.managed else {}
-    if load.fast:
-        # At its own size thumbnail_image leaves the pixels alone; it turns upright and converts colours.
-        half = pyvips.Image.new_from_source(original.source(), "", access="sequential", shrink=2)
-        image = half.thumbnail_image(load.width, height=load.height, size="force", **colours)
-        yield _to_8_bit(image, load.gray)
-        return
     if load.frames == 1:
         # thumbnail also turns upright, converts colours and premultiplies alpha, so it serves at any size.
-        image = pyvips.Image.thumbnail_source(
-            original.source(), load.width, height=load.height, size="force", **colours
-        )
+        options = {"height": load.height, "size": "force", **colours}
+        if load.fast:
+            # At its own size thumbnail_image leaves the pixels alone; it turns upright and converts colours.
+            image = _load_small(load, original).thumbnail_image(load.width, **options)
+        else:
+            image = pyvips.Image.thumbnail_source(original.source(), load.width, **options)
         yield _to_8_bit(image, load.gray)
         return
     strip = pyvips.Image.new_from_source(original.source(), "", n=load.frames)
@@ -380,6 +451,14 @@ def _load(load: Load, original: Original) -> Iterator[Image]:
         yield _to_8_bit(frame, load.gray)
 
 
+def _load_small(load: Load, original: Original) -> Image:
+    """A JPEG at the part of its size that a plan in haste says; thumbnail would keep a factor of two."""
+    image = pyvips.Image.new_from_source(original.source(), "", access="sequential")
+    upright = image.autorot()
+    divisor = choose_divisor((upright.width, upright.height), (load.width, load.height), fast=True)
+    return pyvips.Image.new_from_source(original.source(), "", access="sequential", shrink=divisor)
+
+
 def _to_8_bit(image: Image, gray: bool) -> Image:
     wanted = "b-w" if gray else "srgb"
     if image.interpretation != wanted or image.format != "uchar":
@@ -389,16 +468,51 @@ def _to_8_bit(image: Image, gray: bool) -> Image:
 
 def _execute(step: Step, image: Image) -> Image:
     match step:
+        case Scale():
+            return _scale(step, image)
         case Crop():
             return image.crop(step.left, step.top, step.width, step.height)
         case Gray():
-            return image.colourspace("b-w")
+            return _gray(image)
         case Flatten():
             return image.flatten(background=_colour(step.background, image)) if image.hasalpha() else image
         case Rotate():
             return _rotate(step, image)
         case _:
             raise AssertionError(f"not a step in the middle of a plan: {step}")
+
+
+# ITU-R BT.601, on the values as they are stored: by these a JPEG keeps its luminance, so both engines agree.
+_LUMA = (0.299, 0.587, 0.114)
+
+
+def _gray(image: Image) -> Image:
+    if image.bands < 3:
+        return image
+    colours = image.extract_band(0, n=3) if image.bands > 3 else image
+    # To whole numbers by cutting off, hence the half.
+    luma = colours.recomb(_luma_matrix()).linear(1, 0.5, uchar=True)
+    if image.bands > 3:
+        luma = luma.bandjoin(image.extract_band(3))
+    return luma.copy(interpretation="b-w")
+
+
+@functools.cache
+def _luma_matrix() -> Image:
+    return pyvips.Image.new_from_array([list(_LUMA)])
+
+
+def _scale(step: Scale, image: Image) -> Image:
+    """As Load scales, alpha premultiplied. What a frame of an animation says of its strip is put right on the way."""
+    image = _as_one_page(image)
+    return _as_one_page(image.thumbnail_image(step.width, height=step.height, size="force", no_rotate=True))
+
+
+def _as_one_page(image: Image) -> Image:
+    if "page-height" in image.get_fields():
+        image = image.copy()
+        image.set_type(pyvips.GValue.gint_type, "page-height", image.height)
+    return image
 
 
 def _rotate(step: Rotate, image: Image) -> Image:
@@ -431,11 +545,10 @@ def _direction(degrees: int) -> tuple[float, float]:
 
 
 def _colour(background: tuple[int, int, int], image: Image) -> list[float]:
-    """A colour for this image's channels; gray takes its luminance (ITU-R BT.709)."""
+    """A colour for this image's channels; gray takes its luma."""
     if image.bands >= 3:
         return [float(value) for value in background]
-    red, green, blue = background
-    return [0.2126 * red + 0.7152 * green + 0.0722 * blue]
+    return [sum(weight * value for weight, value in zip(_LUMA, background, strict=True))]
 
 
 def _join(frames: list[Image]) -> Image:
