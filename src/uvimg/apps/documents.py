@@ -80,6 +80,7 @@ _encode_facts = msgspec.msgpack.Encoder().encode
 _decode_facts = msgspec.msgpack.Decoder(Facts).decode
 _encode_json = msgspec.json.Encoder().encode
 
+_MOST_TRIES = 3
 # Entries of a directory that are looked at before others have their turn.
 _LIST_STEP = 100
 
@@ -176,14 +177,14 @@ class Documents:
 
     async def _show(self, request: Request, query: Show | Enter) -> Response:
         name = document_name(query.path if isinstance(query, Show) else query.index)
-        record = await self._store.record(name)
-        if record is None:
-            return await self._show_directory(request, query)
-        shown = await self._codings.show(request, record, self._describe(record), self._read_forced(query))
-        if shown is not None:
-            return shown
-        if await self._store.record(name) is None:
-            raise NotFound("There is no such document.")
+        # Between the look at the name and that at the blob it may be deleted, and be there again.
+        for _ in range(_MOST_TRIES):
+            record = await self._store.record(name)
+            if record is None:
+                return await self._show_directory(request, query)
+            shown = await self._codings.show(request, record, self._describe(record), self._read_forced(query))
+            if shown is not None:
+                return shown
         raise UvimgError("The document's bytes are missing from the store.")
 
     def _read_forced(self, query: Show | Enter) -> Forced | None:
