@@ -273,6 +273,10 @@ def test_a_dump_loaded_elsewhere_is_the_same(dumped: tuple[str, bytes], tmp_path
     assert run("kv", "get", "a", "large", store=other).stdout == b"3" * 700_000
     assert run("kv", "put", "a", "new", store=other, input=b"value").returncode == 0
     assert run("kv", "get", "a", "new", store=other).stdout == b"value"
+    for action in ("list", "dump"):
+        mistyped = run("kv", action, "none", store=other)
+        assert (mistyped.returncode, mistyped.stdout) == (1, b"")
+        assert mistyped.stderr == b"uvimg: There is no database 'none'.\n"
     assert b"no such key" in run("kv", "get", "a", "none", store=other).stderr
     assert run("kv", "dump", "b", store=other).stdout.count(b'"db":"b"') == 4
 

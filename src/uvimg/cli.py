@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, get_origin
 
 from uvimg import __version__, config
 from uvimg.config import ConfigError, Settings
-from uvimg.core.errors import UvimgError
+from uvimg.core.errors import NotFound, UvimgError
 from uvimg.core.keyvalue import check_database, name_record, show_key
 from uvimg.core.types import Tables
 from uvimg.put import CannotPut, find_items, put_by_url, put_into_store, split_destination
@@ -229,13 +229,21 @@ async def _work_on_values(settings: Settings, action: str, **options: Any) -> in
 
 async def _list_values(values: "Values", database: str | None) -> None:
     """Databases and how many records each has, or the keys of one."""
+    counts = await values.databases()
     if database is None:
-        for name, count in sorted((await values.databases()).items()):
+        for name, count in sorted(counts.items()):
             sys.stdout.buffer.write(b"%b\t%d\n" % (show_key(name), count))
     else:
-        async for key, _ in values.live(check_database(os.fsencode(database))):
+        async for key, _ in values.live(_check_there(database, counts)):
             sys.stdout.buffer.write(show_key(key) + b"\n")
     sys.stdout.flush()
+
+
+def _check_there(name: str, counts: Mapping[bytes, int]) -> bytes:
+    database = check_database(os.fsencode(name))
+    if database not in counts:
+        raise NotFound(f"There is no database {name!a}.")
+    return database
 
 
 async def _put_value(values: "Values", database: str, key: str, path: str) -> None:
@@ -258,7 +266,7 @@ async def _dump_values(values: "Values", names: Sequence[str]) -> None:
     from uvimg.apps.dumps import dump
 
     counts = await values.databases()
-    databases = [check_database(os.fsencode(name)) for name in names] or sorted(counts)
+    databases = [_check_there(name, counts) for name in names] or sorted(counts)
     total = sum(counts.get(database, 0) for database in databases)
     with tqdm(total=total, unit=" records", unit_scale=True, disable=None, leave=False) as bar:
         async for line in dump(values, databases, bar.update):
