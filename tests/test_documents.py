@@ -4,7 +4,7 @@ import gzip
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -18,9 +18,12 @@ from tests.conftest import Server
 PAGE = b"<!DOCTYPE html><title>T</title>" + b"<p>It was said, and said again, that there is nothing new.</p>\n" * 400
 
 
-@pytest.fixture
-def docs(server: Server) -> "Docs":
-    return Docs(server)
+@pytest.fixture(scope="module")
+def docs(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Docs"]:
+    # No better copy comes, and with it another tag, between two requests of a test.
+    running = Server(tmp_path_factory.mktemp("documents"), coded_copies="first")
+    yield Docs(running)
+    running.kill()
 
 
 class Docs:
