@@ -17,9 +17,10 @@ ROOT = Path(__file__).parent.parent
 
 def swarm(scenario: str, host: str, folder: Path, users: int = 8) -> tuple[int, dict[str, tuple[int, int]]]:
     """Exit status, and requests and failures by name."""
-    command = [sys.executable, "-m", "locust", "-f", f"bench/locust/{scenario}.py", "--headless", f"--host={host}"]
-    command += [f"-u{users}", f"-r{users}", "-t4s", "--only-summary", f"--csv={folder / 'out'}"]
-    status = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60).returncode
+    files = f"bench/locust/{scenario}.py,tests/enough_requests.py"
+    command = [sys.executable, "-m", "locust", "-f", files, "--headless", f"--host={host}"]
+    command += [f"-u{users}", f"-r{users}", "-t60s", "--only-summary", f"--csv={folder / 'out'}"]
+    status = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=90).returncode
     with (folder / "out_stats.csv").open() as table:
         rows = {row["Name"]: (int(row["Request Count"]), int(row["Failure Count"])) for row in csv.DictReader(table)}
     return status, rows

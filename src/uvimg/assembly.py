@@ -119,7 +119,7 @@ async def _starting_images(
         intermediates = Intermediates(_pyramid_rules(settings), store, pool)
         images = Images(_images_settings(settings, script), store, pool, cache, intermediates, codings)
         recoder = Recoder(store, pool)
-        metrics.watch(lambda: _read_pool(pool, _pool_settings(settings, None)))
+        metrics.watch(lambda: _read_pool(pool, _pool_settings(settings, script)))
         metrics.watch(lambda: _read_cache(cache, settings.cache_size))
         metrics.watch(lambda: _read_intermediates(intermediates))
         metrics.watch(lambda: _read_recoder(recoder))
