@@ -15,6 +15,7 @@ import requests
 
 from bench import corpus
 from tests.conftest import Server, decode, make_photo
+from tests.test_wire import wait_until
 from uvimg.core.address import image_name
 from uvimg.store.local import LocalStore
 
@@ -288,6 +289,20 @@ def _cpu_of_children(server: Server, work: Callable[[], object]) -> float:
     before = spent()
     work()
     return spent() - before + 1
+
+
+def test_a_kept_rendition_that_was_cut_is_made_again(start_server: Callable[..., Server]) -> None:
+    server = start_server(cache_size=0, memo_size=0, workers=1)
+    image_id = server.upload(make_photo(1, 600, 400))
+    whole = server.get(f"/{image_id}?w=590&f=png").content
+
+    def blobs() -> list[Path]:
+        return [path for path in (server.store / "blobs").rglob("*") if path.is_file() and path.stat().st_size > 100]
+
+    wait_until(lambda: len(blobs()) == 1)
+    os.truncate(blobs()[0], 1000)
+    assert server.get(f"/{image_id}?w=590&f=png").content == whole
+    wait_until(lambda: blobs()[0].read_bytes() == whole)
 
 
 def test_a_cut_or_missing_blob_is_an_error_and_never_half_a_picture(start_server: Callable[..., Server]) -> None:

@@ -23,6 +23,7 @@ from tests.test_pool import settings as pool_settings
 from uvimg.apps.intermediates import Intermediates
 from uvimg.cli import main
 from uvimg.core.address import blob_path, image_name, rendition_name, renditions_prefix
+from uvimg.core.errors import StoreFull
 from uvimg.core.plan import Encode, Load, Plan, Source
 from uvimg.core.pyramid import PyramidRules
 from uvimg.imaging import Render
@@ -314,6 +315,31 @@ def test_two_processes_that_make_the_same_ones_keep_them_once(start_server: Call
     assert len(names(server.store)) == 4
     assert main(["scrub", f"--store=local:{server.store}"]) == 0
     assert main(["gc", f"--store=local:{server.store}"]) == 0
+
+
+async def test_a_store_that_was_full_for_a_while_has_them_once_it_has_room(pool: Pool) -> None:
+    class Full(MemoryStore):
+        has_room = False
+
+        async def bind(self, *args: Any, **options: Any) -> Any:
+            if not self.has_room:
+                raise StoreFull
+            return await super().bind(*args, **options)
+
+    data, store, source = photo(12, 600, 400), Full(), Source("jpeg", 600, 400)
+    store.has_room = True
+    original = await keep(store, image_name(hashlib.sha256(data).hexdigest()), data)
+    store.has_room = False
+    intermediates = Intermediates(PyramidRules(min_pixels=1), store, pool)
+    async with asyncio.timeout(20):
+        intermediates.want(original, source)
+        while not intermediates.counts.failed:
+            await asyncio.sleep(0.01)
+        store.has_room = True
+        while not intermediates.counts.made:
+            intermediates.want(original, source)
+            await asyncio.sleep(0.01)
+    await intermediates.stop()
 
 
 # Not under load

@@ -305,16 +305,22 @@ def test_the_shipped_script_knows_its_types() -> None:
         (b"", "s.lua: it defines no function f()"),
         (b"#!/usr/bin/lua\n\nf = zimg.cols()", "s.lua:3: zimg is there for f() alone"),
         (b"\x1bLuaQ\0\1\4\x08\4\x08\0", "s.lua: it is compiled; only the text of a script is taken"),
+        (b"error('', 0)", "s.lua: it failed without a word"),
+        (b"error('\\nof Lua', 0)", "s.lua: it failed without a word"),
         (b"\xef\xbb\xbf\x1bLJ\2", "s.lua: it is compiled; only the text of a script is taken"),
         (b"local s = 'x' while true do s = s .. s end", "s.lua: not enough memory"),
         (b"x = '" + b"y" * 40_000_000 + b"'", "s.lua: it needs too much memory"),
     ],
-    ids=range(19),
+    ids=range(21),
 )
 def test_a_broken_script_is_told_with_file_and_line(text: bytes, told: str) -> None:
     with pytest.raises(ScriptError) as caught:
         Script("s.lua", text, 7, RULES)
     assert str(caught.value).startswith(told)
+
+
+def test_an_error_without_words_is_an_error() -> None:
+    assert ask("zimg.ret(1) error('', 0)").error == "s.lua: it failed without a word"
 
 
 def test_what_a_script_prints_is_bounded_and_printable() -> None:
@@ -446,6 +452,11 @@ function f()
     if name == "silent" then return zimg.scale(3, 3) end
     if name == "lost" then return zimg.ret(-1) end
     if name == "fleeting" then zimg.scale(5, 5) return zimg.ret(0) end
+    if name == "large" then
+        zimg.rotate(1)
+        zimg.scale(1500, 1500)
+        zimg.set_format("avif")
+    end
     if name == "noted" then log.print(4, "noted " .. zimg.cols()) end
     local width, height = name:match("^(%d+)x(%d+)$")
     if width then zimg.crop(0, 108, 640, 640) zimg.scale(tonumber(width), tonumber(height)) zimg.gray() end
@@ -565,6 +576,17 @@ def test_a_script_is_asked_once_for_a_type_that_is_none(scripted: Server) -> Non
     for md5 in (one, other):
         assert scripted.get(f"/{md5}?t=lost").status_code == 404
     assert count(scripted, "uvimg_jobs_total") == before
+
+
+def test_what_a_script_wants_that_is_slow_is_made_in_the_slow_lane(scripted: Server) -> None:
+    one, other = scripted.upload(make_photo(8)), scripted.upload(make_photo(9))
+    slow, fast = (f'uvimg_jobs_total{{lane="{lane}"}}' for lane in ("slow", "fast"))
+    before = count(scripted, slow), count(scripted, fast)
+    assert scripted.image(f"/{one}?t=large").width == 1500
+    assert (count(scripted, slow), count(scripted, fast)) == (before[0] + 1, before[1] + 1)
+    # The next time nobody is asked.
+    assert scripted.image(f"/{other}?t=large").width == 1500
+    assert (count(scripted, slow), count(scripted, fast)) == (before[0] + 2, before[1] + 1)
 
 
 def test_a_rendition_that_is_not_to_be_kept_is_made_each_time(scripted: Server) -> None:

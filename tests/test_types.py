@@ -81,6 +81,17 @@ def test_a_table_says_what_a_query_says(tmp_path: Path, table: str, params: Para
         ("[types.'']\nw = 3", "types has the name ''"),
         (f"[types.{'a' * 65}]\nw = 3", "1 to 64 letters"),
         ("".join(f"[types.a{number}]\n" for number in range(501)), "types holds 501 tables; allowed are 500"),
+        # What Python or a terminal would choke on.
+        (f"[types.a]\nw = 0x{'f' * 5000}", "types.a.w = a number of thousands of digits: it must be a whole number"),
+        (f"[types.a]\ncrop = [0x{'f' * 5000}, 1, 1, 1]", "types.a.crop = a number of thousands of digits: crop is"),
+        (f"[types.a]\ncrop = [{'1,' * 9000}]", "1, 1 …: crop is [x, y, w, h]"),
+        (f"[types.a]\nw = {'9' * 5000}", "4300 digits"),
+        (f"[types.a]\nw = {'[' * 3000}", "it is nested too deeply"),
+        (f"types = '{'[' * 3000}'", "it is nested too deeply"),
+        (f"port = 0x{'f' * 5000}", "port = a number of thousands of digits"),
+        ('[types.a]\nf = "\\n\\u001b[31m"', r"types.a.f = '\n\x1b[31m': f must be one of"),
+        ('[types.a]\n"\\n\\u001b[31m" = 1', r"types.a.'\n\x1b[31m': there is no such key"),
+        ('"\\n\\u001b[31m" = 1', r"unknown setting '\n\x1b[31m'"),
     ],
 )
 def test_a_table_that_cannot_be_is_named_with_its_key_in_one_line(tmp_path: Path, table: str, told: str) -> None:
@@ -90,7 +101,8 @@ def test_a_table_that_cannot_be_is_named_with_its_key_in_one_line(tmp_path: Path
         load({}, {}, str(path))
     assert told in str(caught.value)
     assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("text", ["{", "3", "{a = 3}", "{}\nport = 3", "{a = {w = 1}}; 3"])
@@ -246,3 +258,14 @@ async def test_a_script_that_cannot_be_read_or_is_too_long_is_told(tmp_path: Pat
     with pytest.raises(CannotStart, match="No such file"):
         async with assemble(settings):
             pass
+
+
+async def test_whatever_a_scripts_file_is_called_its_error_is_one_line(tmp_path: Path) -> None:
+    for name in ("line\nbreak.lua", "\udcff.lua"):
+        script = tmp_path / name
+        script.write_text("\nx = = 1\n")
+        settings = load({"store": "memory:", "script": str(script), "workers": 1}, {})
+        with pytest.raises(WorkerDied, match=r"lua':2: unexpected symbol") as caught:
+            async with assemble(settings):
+                pass
+        assert str(caught.value).isprintable()

@@ -284,7 +284,8 @@ def _read_script(settings: Settings) -> _Script | None:
         raise CannotStart(f"script {path}: {exc.strerror}") from exc
     if len(text) > _LONGEST_SCRIPT:
         raise CannotStart(f"script {path}: {len(text)} bytes, where at most {_LONGEST_SCRIPT} are read")
-    return Learn(path.name, _PRINTED[settings.log_level], _rules(settings)), text
+    name = path.name if path.name.isprintable() else ascii(path.name)
+    return Learn(name, _PRINTED[settings.log_level], _rules(settings)), text
 
 
 def _pool_settings(settings: Settings, script: _Script | None) -> PoolSettings:

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args, get_origin
 from uvimg.core.access import parse_network, parse_rules
 from uvimg.core.formats import FORMATS
 from uvimg.core.place import check_places
-from uvimg.core.types import NO_TABLES, BadTable, Tables, parse_tables, show_tables
+from uvimg.core.types import NO_TABLES, BadTable, Tables, parse_tables, show_tables, show_wrong
 
 ENVIRONMENT_PREFIX = "UVIMG_"
 APPS = ("images", "kv", "documents")
@@ -516,16 +516,25 @@ def _check_together(settings: Settings) -> None:
 
 def _read_file(path: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return _parse_toml(Path(path).read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigError(f"{path}: {exc.strerror}") from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+    except ValueError as exc:
         raise ConfigError(f"{path}: {exc}") from exc
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    """ValueError, with words, where it is none."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _put(values: dict[str, Any], by_name: Mapping[str, Declaration], key: str, value: Any, origin: str) -> None:
     if key not in by_name:
-        raise ConfigError(f"unknown setting {key} ({origin}); 'uvimg config' lists those there are")
+        shown = key if key.isprintable() else show_wrong(key)
+        raise ConfigError(f"unknown setting {shown} ({origin}); 'uvimg config' lists those there are")
     declaration = by_name[key]
     try:
         values[key] = _convert(declaration, value)
@@ -536,7 +545,7 @@ def _put(values: dict[str, Any], by_name: Mapping[str, Declaration], key: str, v
         raise ConfigError(f"{exc} ({origin})") from None
     except ValueError as exc:
         allowed = str(exc) or f"it must be {declaration.allowed}"
-        raise ConfigError(f"{key} = {value!r} ({origin}): {allowed}") from None
+        raise ConfigError(f"{key} = {show_wrong(value)} ({origin}): {allowed}") from None
 
 
 def _convert(declaration: Declaration, value: Any) -> Any:
@@ -575,8 +584,8 @@ def _convert(declaration: Declaration, value: Any) -> Any:
 def _read_table(text: str) -> Any:
     """A table written on one line, which is how it comes in the environment."""
     try:
-        parsed = tomllib.loads(f"table = {text or '{}'}")
-    except tomllib.TOMLDecodeError as exc:
+        parsed = _parse_toml(f"table = {text or '{}'}")
+    except ValueError as exc:
         raise ValueError(f"written on one line it is a table as in TOML, {{small = {{w = 200}}}}: {exc}") from None
     if parsed.keys() != {"table"}:
         raise ValueError("one table, in braces")
@@ -597,7 +606,7 @@ def _convert_number(declaration: Declaration, value: Any) -> int | float:
         number = declaration.kind(value)
     # Written so that NaN fails too.
     if (
-        not math.isfinite(number)
+        not (isinstance(number, int) or math.isfinite(number))
         or not (declaration.low is None or number >= declaration.low)
         or not (declaration.high is None or number <= declaration.high)
     ):

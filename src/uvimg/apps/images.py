@@ -50,8 +50,8 @@ from uvimg.core.params import Params
 from uvimg.core.plan import Plan, Rules, Source, make_plan
 from uvimg.core.route import Describe, Options, Page, Query, Remove, Show, Upload, face_of, read_fields, route
 from uvimg.core.types import Types
-from uvimg.imaging import Inspect, Inspected, Limits, Render, Rendered, RenderType, rendering
-from uvimg.imaging.pool import Lane, Pool
+from uvimg.imaging import Inspect, Inspected, Limits, Planned, Rendered, RenderType, rendering
+from uvimg.imaging.pool import Pool
 from uvimg.store import Incoming, Near, Record, Store
 
 log = logging.getLogger("uvimg.images")
@@ -400,11 +400,10 @@ class Images:
         """A rendition, and whether it came from the store or was made."""
         name = rendition_name(original.digest, key)
         record = await self._store.record(name)
-        if record is not None and (content := await self._store.get(record.digest)) is not None:
-            if isinstance(content, FilePart):
-                content.close()
-                return Rendition(record, None), "store"
-            return Rendition(record, content), "store"
+        content = None if record is None else await self._store.get(record.digest)
+        close(content)
+        if record is not None and content is not None and is_whole(record, content):
+            return Rendition(record, content if isinstance(content, bytes) else None), "store"
         rendered, body, lasts = await self._render(query, original, plan)
         if rendered.as_original:
             record = msgspec.structs.replace(original, facts=b"")
@@ -439,18 +438,23 @@ class Images:
         return *await self._carry_out(plan, original, source), lasts
 
     async def _ask(self, type: str, original: Record, source: Source) -> tuple[Rendered, bytes, bool]:
-        """Have the script asked and its answer carried out at once. What that will cost nobody knows yet."""
+        """Have the script asked and its answer carried out, at once where that is fast."""
         content = await self._fetch(original, original)
         try:
-            rendered, body = await self._run(RenderType(type, source), content, "fast")
+            answer, body = await self._pool.run(RenderType(type, source), content, "fast")
         except NotFound:
             self._asked[type, source] = None
             raise
-        assert rendered.plan is not None
-        if not rendered.printed:
-            self._asked[type, source] = rendered.plan, rendered.lasts
+        finally:
+            close(content)
+        assert isinstance(answer, Rendered | Planned)
+        assert answer.plan is not None
+        if not answer.printed:
+            self._asked[type, source] = answer.plan, answer.lasts
+        if isinstance(answer, Planned):
+            return *await self._carry_out(answer.plan, original, source), answer.lasts
         self._intermediates.want(original, source)
-        return rendered, body, rendered.lasts
+        return answer, body, answer.lasts
 
     async def _carry_out(self, plan: Plan, original: Record, source: Source) -> tuple[Rendered, bytes]:
         """Have a plan carried out, on an intermediate where one will do."""
@@ -465,13 +469,10 @@ class Images:
         return rendered
 
     async def _run_plan(self, source: Source, plan: Plan, content: Content) -> tuple[Rendered, bytes]:
-        job = rendering(plan, source)
-        return await self._run(job, content, choose_lane(plan, source, job.engine))
-
-    async def _run(self, job: Render | RenderType, content: Content, lane: Lane) -> tuple[Rendered, bytes]:
         """A job for a worker. Closes the content."""
+        job = rendering(plan, source)
         try:
-            rendered, body = await self._pool.run(job, content, lane)
+            rendered, body = await self._pool.run(job, content, choose_lane(plan, source, job.engine))
         finally:
             close(content)
         assert isinstance(rendered, Rendered)

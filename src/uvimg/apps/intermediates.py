@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from uvimg.apps.renditions import close, hash_bytes, hash_content, is_whole, keep_rendition
 from uvimg.core.address import Digest, image_name, rendition_name
-from uvimg.core.errors import Overloaded, UvimgError
+from uvimg.core.errors import Overloaded, StoreDown, StoreFull, UvimgError
 from uvimg.core.formats import media_type
 from uvimg.core.message import Content
 from uvimg.core.plan import Plan, Source
@@ -141,6 +141,10 @@ class Intermediates:
             except Overloaded:
                 await asyncio.sleep(_BUSY_S)
                 continue
+            except (StoreDown, StoreFull) as exc:
+                # No fault of the image's: with its next rendition they are wanted again.
+                self.counts.failed += 1
+                log.warning("the intermediates of %s could not be kept: %s", digest.hex(), exc.detail)
             except UvimgError as exc:
                 self._give_up(digest, exc.detail)
             except Exception:

@@ -132,7 +132,10 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """The rendition's name among those of its original: at most 160 ASCII characters."""
+        """The rendition's name among those of its original: at most 160 ASCII characters.
+
+        A script's plan may need more, and is kept under the type's name.
+        """
         return "-".join(_spell(step) for step in self.steps)
 
 

@@ -19,10 +19,12 @@ _NAME = re.compile(r"[A-Za-z0-9_.,:;@~+*=!()-]{1,64}")
 # All of them go through one variable of the environment, which Linux bounds at 128 KiB.
 _MOST_TYPES = 500
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+# Of what is wrong; more of it helps nobody.
+_LONGEST_SHOWN = 200
 
 
 class BadTable(ValueError):
-    """A table that cannot be; the message names it and what is wrong."""
+    """A table that cannot be; the message names it and what is wrong, in one line."""
 
 
 class Tables(msgspec.Struct, frozen=True):
@@ -64,7 +66,7 @@ def parse_tables(value: object) -> Tables:
 
 def _compile(name: str, table: object) -> Params:
     if not is_type_name(name):
-        raise BadTable(f"types has the name {name!r}: 1 to 64 letters, digits and _.,:;@~+*=!()- make a name")
+        raise BadTable(f"types has the name {show_wrong(name)}: 1 to 64 letters, digits and _.,:;@~+*=!()- make a name")
     if not isinstance(table, Mapping):
         raise BadTable(f"types.{name} must be a table, [types.{name}]")
     fields: dict[str, str] = {}
@@ -76,7 +78,7 @@ def _compile(name: str, table: object) -> Params:
     try:
         params = read_params(fields, None)
     except BadParameter as exc:
-        raise BadTable(f"types.{name}.{exc.parameter} = {fields[exc.parameter]}: {exc.detail}") from None
+        raise BadTable(f"types.{name}.{exc.parameter} = {_show_text(fields[exc.parameter])}: {exc.detail}") from None
     if params.p == 0 and bool(params.w) != bool(params.h):
         raise BadTable(f"types.{name}: p = 0 stretches to w and h, so it needs both")
     return params
@@ -86,20 +88,36 @@ def _spell(name: str, key: str, value: Any) -> list[tuple[str, str]]:
     """What one key of a table says as parameters of a query."""
     if key == "crop":
         if not isinstance(value, list) or len(value) != 4 or not all(map(_is_whole, value)):
-            raise BadTable(f"types.{name}.crop = {value!r}: crop is [x, y, w, h], four whole numbers")
+            raise BadTable(f"types.{name}.crop = {show_wrong(value)}: crop is [x, y, w, h], four whole numbers")
         return [(parameter, str(number)) for parameter, number in zip("xywh", value, strict=True)]
     parameter = "r" if key == "rotate" else key
     if parameter not in PARAMETERS:
-        raise BadTable(f"types.{name}.{key}: there is no such key; there are {', '.join(PARAMETERS)}, rotate and crop")
+        known = ", ".join(PARAMETERS)
+        raise BadTable(f"types.{name}.{_show_text(key)}: there is no such key; there are {known}, rotate and crop")
     if parameter == "g" and isinstance(value, bool):
         value = int(value)
     if not (isinstance(value, str) and value if parameter == "f" else _is_whole(value)):
-        raise BadTable(f"types.{name}.{key} = {value!r}: it must be {'a text' if key == 'f' else 'a whole number'}")
+        wanted = "a text" if key == "f" else "a whole number"
+        raise BadTable(f"types.{name}.{key} = {show_wrong(value)}: it must be {wanted}")
     return [(parameter, str(value))]
 
 
 def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    # TOML's are of 64 bits; Python reads longer ones, and cannot spell them.
+    return isinstance(value, int) and not isinstance(value, bool) and value.bit_length() < 64
+
+
+def show_wrong(value: object) -> str:
+    """A value that cannot be, in one line of bounded length."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + " …"
+
+
+def _show_text(text: str) -> str:
+    return text if text.isprintable() and len(text) <= _LONGEST_SHOWN else show_wrong(text)
 
 
 def show_tables(tables: Tables) -> str:

@@ -60,7 +60,10 @@ class Learn(msgspec.Struct, frozen=True, tag=True):
 
 
 class RenderType(msgspec.Struct, frozen=True, tag=True):
-    """Ask the script about a type and carry out what it says. Answered by Rendered and its bytes, or Refused."""
+    """Ask the script about a type and carry out what it says. Answered by Rendered and its bytes, or Refused.
+
+    What would be slow is not carried out here, for nobody knew that when the lane was chosen: Planned answers then.
+    """
 
     name: str
     source: Source
@@ -116,6 +119,14 @@ class Rendered(msgspec.Struct, frozen=True, tag=True):
     printed: tuple[Printed, ...] = ()
 
 
+class Planned(msgspec.Struct, frozen=True, tag=True):
+    """What a script wants, as in Rendered, and has yet to be done."""
+
+    plan: Plan
+    lasts: bool
+    printed: tuple[Printed, ...] = ()
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """The image cannot be worked on: `kind` chooses our error, `detail` is fit for the public but for "script"."""
 
@@ -124,7 +135,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     printed: tuple[Printed, ...] = ()
 
 
-Reply = Ready | Learnt | Inspected | Rendered | Refused
+Reply = Ready | Learnt | Inspected | Rendered | Planned | Refused
 
 
 def encode_frame(head: msgspec.Struct, size: int) -> bytes:

@@ -47,6 +47,7 @@ from uvimg.imaging import (
     Learn,
     Learnt,
     Order,
+    Planned,
     Printed,
     Ready,
     Refused,
@@ -127,7 +128,7 @@ class WorkerDied(Exception):
     """The child went away before it was ready, or cannot be had."""
 
 
-Answer = tuple[Inspected | Rendered, bytes]
+Answer = tuple[Inspected | Rendered | Planned, bytes]
 
 
 class ScriptError(Exception):
@@ -216,8 +217,8 @@ class Pool:
                 # Where it failed is for the log alone.
                 raise ScriptFailed() from ScriptError(answer.detail)
             raise _translate(answer)
-        assert isinstance(answer, Inspected | Rendered)
-        if isinstance(answer, Rendered):
+        assert isinstance(answer, Inspected | Rendered | Planned)
+        if not isinstance(answer, Inspected):
             _log_printed(answer.printed)
         return answer, body
 

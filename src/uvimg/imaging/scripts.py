@@ -185,6 +185,7 @@ class Script:
 
     def _run(self, type: bytes | None) -> str:
         """Why it failed, "" if it did not."""
+        why: bytes | str | None
         try:
             why = self._enter(type)
         except lua51.LuaMemoryError:
@@ -193,7 +194,8 @@ class Script:
             why = exc.args[0]
         if self._lua.get_memory_used() > _UNTIDY_BYTES:
             self._start()
-        return _as_line(why) if why else ""
+        # error("", 0) fails too.
+        return "" if why is None else _as_line(why) or "it failed without a word"
 
     def _locate(self, why: str | bytes) -> str:
         """An error with the script's name, which Lua leaves out of some."""
@@ -245,8 +247,10 @@ class Script:
         return None
 
     def _print(self, level: float, text: bytes) -> None:
+        if len(self._printed) >= _MOST_LINES:
+            return
         room = _MOST_PRINTED_CHARS - sum(len(line.text) for line in self._printed)
-        if len(self._printed) < _MOST_LINES and room > 0:
+        if room > 0:
             self._printed.append(Printed(int(max(0, min(7, level))), _as_line(text)[:room]))
 
 

@@ -22,6 +22,7 @@ os.environ["VIPS_DISC_THRESHOLD"] = "100g"
 
 import pyvips
 
+from uvimg.core.cost import choose_lane
 from uvimg.core.errors import BadParameter
 from uvimg.core.formats import FORMATS, OUTPUT_FORMATS, Format, is_srgb_profile, jpeg_quality, keep_only_pixels
 from uvimg.core.plan import Crop, Encode, Flatten, Gray, Load, Plan, Rotate, Scale, Source, Step, choose_divisor
@@ -34,6 +35,7 @@ from uvimg.imaging import (
     Learnt,
     Limits,
     Order,
+    Planned,
     Ready,
     Refused,
     Render,
@@ -240,7 +242,7 @@ class _Scripting:
         return Learnt(self._script.printed)
 
     def render(self, job: RenderType, original: Original) -> tuple[Reply, bytes]:
-        """Carry out what the script says, like any other plan."""
+        """Carry out what the script says, like any other plan, unless that is slow."""
         assert self._script is not None
         run = self._script.ask(job.name, job.source)
         # zimg's own sample says that it failed, goes on, and fails.
@@ -252,8 +254,12 @@ class _Scripting:
             plan = run.recording.plan()
         except BadParameter as exc:
             return Refused("limits", exc.detail, run.printed), b""
-        rendered, body = _render(rendering(plan, job.source), original)
-        return msgspec.structs.replace(rendered, plan=plan, lasts=run.code > 0, printed=run.printed), body
+        lasts = run.code > 0
+        order = rendering(plan, job.source)
+        if choose_lane(plan, job.source, order.engine) == "slow":
+            return Planned(plan, lasts, run.printed), b""
+        rendered, body = _render(order, original)
+        return msgspec.structs.replace(rendered, plan=plan, lasts=lasts, printed=run.printed), body
 
 
 _NO_MEMORY = Refused("memory", "The image needs more memory than a worker has.")
