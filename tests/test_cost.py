@@ -6,7 +6,7 @@ import pytest
 
 from uvimg.core.cost import choose_lane, predict_ms, takes_long_to_inspect
 from uvimg.core.formats import FORMATS, Format
-from uvimg.core.plan import Rules, Source, make_plan
+from uvimg.core.plan import Encode, Load, Plan, Rotate, Rules, Scale, Source, make_plan
 from uvimg.core.route import Params
 
 PHOTO = Source("jpeg", 2725, 2225)
@@ -54,6 +54,13 @@ def test_what_people_ask_for_all_day_is_fast(source: Source, params: dict[str, A
 )
 def test_what_takes_many_times_as_long_is_slow(source: Source, params: dict[str, Any]) -> None:
     assert lane(source, **params) == "slow"
+
+
+def test_what_a_script_enlarges_in_the_middle_counts() -> None:
+    load, turn = Load(100, 100, 1, managed=False, gray=False), Rotate(1, 103, 103, (255, 255, 255))
+    small, large = (Plan((load, turn, Scale(side, side), Encode("jpeg", 75, 0))) for side in (50, 5000))
+    assert choose_lane(small, TINY, "libvips") == "fast"
+    assert choose_lane(large, TINY, "libvips") == "slow"
 
 
 def test_more_work_never_costs_less() -> None:

@@ -68,6 +68,7 @@ def test_what_is_no_key_is_no_plan(text: str) -> None:
         ("2000x2000-avif50.1", None),
         ("2000x2000-webp75.2", 6),
         ("2000x2000x7-webp75.2", None),
+        ("100x100-r90.ffffff-s2000x2000-avif50.1", None),
         # No plans.
         ("pyramid-1", None),
         ("0100x134-jpeg75.0", None),

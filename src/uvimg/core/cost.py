@@ -9,7 +9,7 @@ Surprise: AVIF is not slow by its name. One of 100 × 100 pixels takes as long a
 from typing import Literal
 
 from uvimg.core.formats import Format, OutputFormat
-from uvimg.core.plan import Crop, Encode, Load, Plan, Rotate, Source
+from uvimg.core.plan import Crop, Encode, Load, Plan, Rotate, Scale, Source
 
 # An ordinary thumbnail takes 2 to 20 ms; whoever waits for one shall not wait for ten others.
 SLOW_MS = 50.0
@@ -47,6 +47,8 @@ _TURN_MS = 25.0
 _QUARTER_TURN_MS = 8.0
 # Per megapixel of the scaled picture, for profiles, CMYK and 16 bit.
 _MANAGED_MS = 60.0
+# In the middle of a plan: per megapixel of the result, and of what is made smaller.
+_ENLARGE_MS, _SHRINK_MS = 30.0, 5.0
 # A result that should not be larger than the original is mostly written twice, unless that one may stand in.
 _BOUNDED_FACTOR = 2.0
 # The JPEG engine against libvips, over all sizes of photograph.
@@ -83,6 +85,10 @@ def predict_ms(plan: Plan, source: Source, engine: Literal["jpeg", "libvips"]) -
                 by_effort = _ENCODE_MS[step.format]
                 factor = _BOUNDED_FACTOR if step.max_bytes and not step.or_original else 1.0
                 milliseconds += factor * by_effort[min(step.effort, len(by_effort) - 1)] * megapixels * frames
+            case Scale():
+                before, megapixels = megapixels, step.width * step.height / 1e6
+                by_scaling = _ENLARGE_MS * megapixels if megapixels > before else _SHRINK_MS * before
+                milliseconds += by_scaling * frames
             case Crop():
                 megapixels = step.width * step.height / 1e6
     return milliseconds * (_JPEG_ENGINE_FACTOR if engine == "jpeg" else 1.0)
