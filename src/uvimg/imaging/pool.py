@@ -661,7 +661,7 @@ class _Worker(asyncio.BufferedProtocol):
             sent = self.raw.sendmsg((frame, original)) - len(frame)
         except OSError:
             return False
-        if sent < len(original):
+        if 0 <= sent < len(original):
             self.transport.write(memoryview(original)[sent:])
         return sent >= 0
 
