@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from bench import document, report, variants
+from bench import compression, document, report, variants
 from bench.result import Result, compare
 from bench.rounds import Subject, measure
 from bench.serving import BenchError
@@ -60,7 +60,7 @@ def _make_parser(suites: dict[str, Suite]) -> argparse.ArgumentParser:
         description="Measure uvimg beside its rivals: medians of interleaved rounds, CPU time from the kernel.",
         epilog="Only ratios within one run mean anything; absolute figures are the machine's.",
     )
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=" · ".join([*suites, "all"]))
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=" · ".join([*suites, compression.NAME, "all"]))
     parser.add_argument("--list", action="store_true", help="what there is to measure")
     parser.add_argument("--quick", action="store_true", help="3 rounds of 1 s: for a look, not for a claim")
     parser.add_argument("--seconds", type=_positive(float), metavar="S", help="length of a round; default 2")
@@ -75,6 +75,9 @@ def _make_parser(suites: dict[str, Suite]) -> argparse.ArgumentParser:
         metavar="NAME=URL",
         help="a server that runs already: URL is asked of it in every case (requests/s only); {w}, {h} and {q} in it "
         "are filled in where renditions are made",
+    )
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="what zstd compresses instead of its own text of 4 MB"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument(
@@ -110,13 +113,15 @@ def _list_suites(suites: Iterable[Suite]) -> str:
     for suite in suites:
         lines.append(f"\n{suite.name}: {suite.title}")
         lines += [f"  {case.name}: {', '.join(variant.name for variant in case.variants)}" for case in suite.cases]
+    lines.append(f"\n{compression.NAME}: {compression.TITLE}")
     return "\n".join(lines)
 
 
 def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Callable[[Path], Site]) -> int:
     for name in arguments.suites:
-        if name not in (*suites, "all"):
-            raise BenchError(f"there is no suite {name!r}; there are {', '.join(suites)} and all")
+        if name not in (*suites, compression.NAME, "all"):
+            raise BenchError(f"there is no suite {name!r}; there are {', '.join(suites)}, {compression.NAME} and all")
+    with_compression = bool({compression.NAME, "all"} & set(arguments.suites))
     names = list(suites) if "all" in arguments.suites else list(dict.fromkeys(arguments.suites))
     old = report.read_json(arguments.compare) if arguments.compare else None
     # Where Debian has nginx; only root's PATH has it.
@@ -136,9 +141,10 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
             )
         ]
         for name in names
+        if name in suites
         for group in suites[name].groups
     ]
-    if not any(groups):
+    if not any(groups) and not with_compression:
         raise BenchError("there is no such case or server; python -m bench --list shows all")
     if arguments.json:
         # Now, not after ten minutes of measuring.
@@ -155,7 +161,7 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
         print("The machine is not quiet: figures vary more, and requests/s are worth little.")
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        site = dataclasses.replace(make_site(Path(folder)), quick=arguments.quick)
+        site = dataclasses.replace(make_site(Path(folder)), quick=arguments.quick) if any(groups) else None
         # disable=None: only where somebody watches.
         with tqdm(total=sum(map(len, groups)) * rounds, unit="round", disable=None, leave=False) as bar:
 
@@ -164,16 +170,30 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
                 bar.update()
 
             for subjects in groups:
+                assert site is not None
                 results += measure(subjects, site, seconds, rounds, watch)
                 for suite, case in dict.fromkeys((subject.suite, subject.case) for subject in subjects):
                     bar.write(report.format_case(suite, case.name, results, case.goals, case.published))
                 sys.stdout.flush()
+        if with_compression:
+            # A row takes as long as five rounds.
+            with tqdm(unit=" rows", disable=None, leave=False) as bar:
+
+                def watch_row(name: str) -> None:
+                    bar.set_description(name)
+                    bar.update()
+
+                def is_wanted(name: str) -> bool:
+                    return _matches(name, arguments.case)
+
+                results += compression.run(arguments.text, seconds * rounds, Path(folder), watch_row, is_wanted)
     if arguments.json:
         report.write_json(arguments.json, machine, seconds, results)
     if arguments.report:
         measured = [
             document.Chapter(suites[name], [case for case in suites[name].cases if _matches(case.name, arguments.case)])
             for name in names
+            if name in suites
         ]
         document.write(arguments.report, machine, f"{rounds} rounds of {seconds:g} s", measured, results)
         print(f"\n{arguments.report / 'index.html'}")

@@ -40,6 +40,7 @@ MEASURES = {
         Measure("load", "server busy %", 0, "more"),
         Measure("client", "client busy %", 0),
         Measure("rss_mib", "RSS MiB", 1),
+        Measure("coded_bytes", "bytes", 0),
         Measure("connection_kib", "KiB/connection", 2),
         Measure("jobs", "jobs", 0, "more"),
         Measure("growth", "growth %", 1),

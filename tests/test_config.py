@@ -177,7 +177,7 @@ def test_the_environment_says_all_settings() -> None:
         assert load({}, to_environment(settings)) == settings
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["scrub"], ["gc"], ["config"]])
+@pytest.mark.parametrize("command", [[], ["serve"], ["put"], ["scrub"], ["gc"], ["config"]])
 def test_every_command_has_a_help_that_names_its_settings(command: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "uvimg", *command, "--help"], capture_output=True, text=True, check=True

@@ -50,6 +50,7 @@ def test_what_people_ask_for_all_day_is_fast(source: Source, params: dict[str, A
         (PHOTO, {"w": 1600, "r": 45}),
         (Source("gif", 320, 240, frames=100), {"w": 100, "f": "gif"}),
         (TINY, {"w": 5000}),
+        (TINY, {"w": 2000}),
     ],
 )
 def test_what_takes_many_times_as_long_is_slow(source: Source, params: dict[str, Any]) -> None:

@@ -255,6 +255,18 @@ def test_what_is_made_in_haste_is_less_exact_by_both_engines(run: Run) -> None:
         assert 0.3 < loss < 6, engine
 
 
+@pytest.mark.parametrize("quality", [89, 90, 94, 100])
+def test_noise_has_room_at_every_quality(run: Run, quality: int, capfd: pytest.CaptureFixture[str]) -> None:
+    dice = random.Random(quality)
+    noise = Image.frombytes("RGB", (250, 250), bytes(dice.choices((0, 255), k=3 * 250 * 250)))
+    file = io.BytesIO()
+    noise.save(file, "JPEG", quality=100, subsampling=0)
+    for steps in ((), (Gray(),)):
+        made, _ = run(Render("jpeg", scaled(250, 250, *steps, quality=quality), "jpeg"), file.getvalue())
+        assert made.engine == "jpeg"
+    assert capfd.readouterr().err == ""
+
+
 # What it is not given
 
 

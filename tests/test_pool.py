@@ -1,11 +1,13 @@
 """The pool and its workers: real children that are stopped, killed, starved, dismissed and confined."""
 
 import asyncio
+import contextlib
 import functools
 import gc
 import hashlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +24,7 @@ from uvimg.core.errors import BeyondLimits, Overloaded, TooSlow, Undecodable, Wo
 from uvimg.core.formats import Format
 from uvimg.core.message import FilePart
 from uvimg.core.plan import Encode, Load, Plan
-from uvimg.imaging import Inspect, Inspected, Limits, Render, Rendered
+from uvimg.imaging import PREFIX, Inspect, Inspected, Learnt, Limits, Refused, Render, Rendered, encode_frame
 from uvimg.imaging import pool as pool_module
 from uvimg.imaging.pool import Lane, Pool, PoolSettings, WorkerDied
 
@@ -796,6 +798,37 @@ async def test_damaged_originals_cost_a_worker_no_descriptor(start_pool: StartPo
             with pytest.raises(Undecodable):
                 await pool.run(Inspect("png", Limits()), FilePart(file, 0, len(PNG) - 60), "uploads")
     assert pool.pids == worker
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        PREFIX.pack(1 << 31, 0),
+        PREFIX.pack(2, 1 << 31),
+        PREFIX.pack(2, 0) + b"\xc1\xc1",
+        encode_frame(Refused("kind", "xxxx"), 0).replace(b"xxxx", b"\xff\xfe\xfd\xfc"),
+        encode_frame(Learnt(), 0) + b"more",
+    ],
+    ids=["a long head", "a long body", "no msgpack", "no UTF-8", "too much"],
+)
+@pytest.mark.usefixtures("start_pool")
+async def test_a_worker_that_says_what_is_no_answer_is_lost_without_complaint(said: bytes) -> None:
+    """As one would that somebody has taken over."""
+    ours, theirs = socket.socketpair()
+    worker = pool_module._Worker(await asyncio.create_subprocess_exec("sleep", "60"), ours.dup())
+    lost: list[object] = []
+    worker.on_answer = lambda *answer: pytest.fail(f"taken for an answer: {answer}")
+    worker.on_loss = lost.append
+    await asyncio.get_running_loop().create_unix_connection(lambda: worker, sock=ours)
+    with theirs:
+        theirs.setblocking(False)
+        theirs.sendall(said)
+        await until(lambda: lost)
+        with contextlib.suppress(OSError):
+            while theirs.send(bytes(1 << 16)):
+                await asyncio.sleep(0)
+        worker.kill()
+        await worker.exited()
 
 
 async def test_the_pool_knows_for_how_long_no_worker_has_been_alive(

@@ -16,12 +16,15 @@ from typing import Any, cast
 import msgspec
 
 from uvimg import __version__, config, logs
+from uvimg.apps.codings import Codings
+from uvimg.apps.documents import Documents, DocumentsSettings
 from uvimg.apps.images import Images, ImagesSettings, Rendition, weigh
 from uvimg.apps.intermediates import Intermediates
 from uvimg.apps.keyvalue import KeyValue, KeyValueSettings
 from uvimg.apps.operations import PATHS, Health, Operations, OperationsSettings, judge_health
 from uvimg.apps.recoding import Recoder
 from uvimg.cache import Cache
+from uvimg.coders import Coders
 from uvimg.config import Settings
 from uvimg.core.access import parse_network, parse_rules
 from uvimg.core.errors import StoreDown
@@ -61,13 +64,18 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
         await stack.enter_async_context(_publishing(metrics))
         store = open_store(settings.store, durability=settings.durability)
         stack.push_async_callback(store.close)
+        codings = await stack.enter_async_context(_coding(settings, store, metrics))
         apps: dict[str, App] = {}
         pool: Pool | None = None
         ready: Ready | None = None
         if "images" in settings.apps:
-            apps["images"], pool, ready = await stack.enter_async_context(_starting_images(settings, store, metrics))
+            apps["images"], pool, ready = await stack.enter_async_context(
+                _starting_images(settings, store, codings, metrics)
+            )
         if "kv" in settings.apps:
             apps["kv"] = await stack.enter_async_context(_starting_values(settings, store))
+        if "documents" in settings.apps:
+            apps["documents"] = Documents(_documents_settings(settings), store, codings)
         access_log = logs.make_access_log() if settings.access_log else None
         version = (store.near or _Unchanging()).version
 
@@ -77,8 +85,8 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
 
         operations = Operations(_operations_settings(settings), metrics, health)
         pages = {} if settings.operations_listen else dict.fromkeys(PATHS, operations)
-        mounts = {name: app for name, app in apps.items() if _is_mounted(settings, name)}
-        root = next((app for name, app in apps.items() if name not in mounts), operations)
+        mounts = {_MOUNTS[name]: app for name, app in apps.items() if _is_mounted(settings, name)}
+        root = next((app for name, app in apps.items() if not _is_mounted(settings, name)), operations)
         service = Service(root, access_log, version, metrics, pages=pages, mounts=mounts)
         metrics.watch(watch_process(lambda: pool.pids if pool else [], lambda: service.draining))
         metrics.view(lambda: _read_store(store))
@@ -88,14 +96,18 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
         yield Assembled(service, Service(operations, access_log, version, metrics), ready)
 
 
+# Where an app is among several.
+_MOUNTS = {"kv": "kv", "documents": "docs"}
+
+
 def _is_mounted(settings: Settings, name: str) -> bool:
-    """Whether an app is at /NAME/: one that is alone is at /, and so are images among several."""
+    """Whether an app is below a path of its own: one that is alone is at /, and so are images among several."""
     return len(settings.apps) > 1 and name != "images"
 
 
 @contextlib.asynccontextmanager
 async def _starting_images(
-    settings: Settings, store: Store, metrics: Metrics
+    settings: Settings, store: Store, codings: Codings, metrics: Metrics
 ) -> AsyncIterator[tuple[Images, Pool, Ready]]:
     """The images app and its workers."""
     script = _read_script(settings)
@@ -105,7 +117,7 @@ async def _starting_images(
         _check_formats(settings, ready)
         cache: Cache[Any, Rendition] = Cache(settings.cache_size, weigh)
         intermediates = Intermediates(_pyramid_rules(settings), store, pool)
-        images = Images(_images_settings(settings, script), store, pool, cache, intermediates)
+        images = Images(_images_settings(settings, script), store, pool, cache, intermediates, codings)
         recoder = Recoder(store, pool)
         metrics.watch(lambda: _read_pool(pool, _pool_settings(settings, script)))
         metrics.watch(lambda: _read_cache(cache, settings.cache_size))
@@ -134,6 +146,21 @@ async def _starting_values(settings: Settings, store: Store) -> AsyncIterator[Ke
     finally:
         sweeping.cancel()
         await asyncio.gather(sweeping, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _coding(settings: Settings, store: Store, metrics: Metrics) -> AsyncIterator[Codings]:
+    """The coded copies of a store, which apps share."""
+    coders = Coders(settings.coding_memory)
+    try:
+        codings = Codings(store, coders, settings.zstd_level, settings.coded_copies)
+        metrics.watch(lambda: _read_codings(codings, coders, settings.coding_memory))
+        try:
+            yield codings
+        finally:
+            await codings.stop()
+    finally:
+        coders.close()
 
 
 @contextlib.asynccontextmanager
@@ -178,6 +205,14 @@ def _read_cache(cache: Cache[Any, Rendition], limit_bytes: int) -> Iterator[Read
     yield Reading("uvimg_cache_entries", (), len(cache))
     yield Reading("uvimg_cache_bytes", (), cache.size_bytes)
     yield Reading("uvimg_cache_limit_bytes", (), limit_bytes)
+
+
+def _read_codings(codings: Codings, coders: Coders, limit_bytes: int) -> Iterator[Reading]:
+    for why, count in codings.made.items():
+        yield Reading("uvimg_codings", (why,), count)
+    yield Reading("uvimg_coding_bytes", (), coders.held_bytes)
+    yield Reading("uvimg_coding_limit_bytes", (), limit_bytes)
+    yield Reading("uvimg_codings_wanted", (), codings.waiting)
 
 
 def _read_intermediates(intermediates: Intermediates) -> Iterator[Reading]:
@@ -270,6 +305,20 @@ def _pool_settings(settings: Settings, script: _Script | None) -> PoolSettings:
 def _operations_settings(settings: Settings) -> OperationsSettings:
     return OperationsSettings(
         rule=None if settings.operations_listen else parse_rules(settings.admin_rule),
+        trusted_proxies=tuple(parse_network(proxy) for proxy in settings.trusted_proxies),
+    )
+
+
+def _documents_settings(settings: Settings) -> DocumentsSettings:
+    return DocumentsSettings(
+        mount="/docs" if _is_mounted(settings, "documents") else "",
+        headers=_fold_headers(settings.document_headers),
+        forcing=settings.compression_parameter,
+        zstd_level=settings.zstd_level,
+        max_bytes=settings.max_size,
+        upload_rule=parse_rules(settings.upload_rule),
+        download_rule=parse_rules(settings.download_rule),
+        admin_rule=parse_rules(settings.admin_rule),
         trusted_proxies=tuple(parse_network(proxy) for proxy in settings.trusted_proxies),
     )
 

@@ -18,6 +18,7 @@ from uvimg.config import ConfigError, Settings
 from uvimg.core.errors import NotFound, UvimgError
 from uvimg.core.keyvalue import check_database, name_record, show_key
 from uvimg.core.types import Tables
+from uvimg.put import CannotPut, find_items, put_by_url, put_into_store, split_destination
 from uvimg.store import Finding, open_store
 
 if TYPE_CHECKING:
@@ -33,19 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # No app named is not the same as no app.
     if not arguments.get("apps"):
         arguments.pop("apps", None)
-    own = (
-        "dry_run",
-        "defaults",
-        "markdown",
-        "supervisor_pid",
-        "action",
-        "database",
-        "databases",
-        "key",
-        "file",
-        "style",
-    )
-    options = {name: arguments.pop(name) for name in own if name in arguments}
+    own = {
+        *("sources", "destination", "certificate", "dry_run", "defaults", "markdown", "supervisor_pid"),
+        *("action", "database", "databases", "key", "file", "style"),
+    }
+    options = {name: arguments.pop(name) for name in own & arguments.keys()}
     try:
         settings = config.load(arguments, config_file=path)
         match command:
@@ -55,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _serve(settings, **options)
             case "kv":
                 return asyncio.run(_work_on_values(settings, **options))
+            case "put":
+                return asyncio.run(_put(settings, **options))
             case "echo":
                 return _echo(settings, **options)
             case "scrub":
@@ -65,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _show_config(settings, **options)
     except ConfigError as exc:
         return _complain(str(exc), 2)
+    except CannotPut as exc:
+        return _complain(str(exc), 1)
     except UvimgError as exc:
         return _complain(exc.detail, 1)
     except ValueError as exc:
@@ -122,6 +119,25 @@ def _serve(settings: Settings, supervisor_pid: int | None) -> int:
             runner.run(serve(settings, _announce, supervised=supervisor_pid is not None))
     except (CannotStart, WorkerDied) as exc:
         return _complain(str(exc), 1)
+    return 0
+
+
+async def _put(settings: Settings, sources: Sequence[str], destination: str, certificate: str) -> int:
+    from tqdm import tqdm
+
+    base, path = split_destination(destination)
+    found = find_items(sources, path)
+    for note in found.notes:
+        print(f"uvimg: {note}", file=sys.stderr)
+    total = sum(item.size for item in found.items)
+    # disable=None: only where somebody watches.
+    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=None, leave=False) as bar:
+        if base:
+            await put_by_url(found.items, base, certificate, bar.update, bar.set_description)
+        else:
+            await put_into_store(found.items, settings.store, bar.update, bar.set_description)
+    count = len(found.items)
+    print(f"put {count} {'document' if count == 1 else 'documents'}, {total:,} bytes, to {destination}")
     return 0
 
 
@@ -303,13 +319,24 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     serve = commands.add_parser(
         "serve",
-        usage="uvimg serve [--config FILE] [--SETTING VALUE …] [images|kv …]",
-        help="serve images and values over HTTP",
-        description="Serve images and values under keys over HTTP until SIGTERM or Ctrl-C.",
+        usage="uvimg serve [--config FILE] [--SETTING VALUE …] [APP …]",
+        help="serve images, values and documents over HTTP",
+        description="Serve images, values under keys and documents over HTTP until SIGTERM or Ctrl-C.",
         epilog="Then: curl --data-binary @photo.jpg http://127.0.0.1:4869/upload",
     )
     serve.add_argument("--supervisor-pid", type=int, help=argparse.SUPPRESS)
     _add_settings(serve)
+    put = commands.add_parser(
+        "put",
+        usage="uvimg put [--store STORE] FILE|FOLDER … DESTINATION",
+        help="store files as documents",
+        description="Store files, and all that is in folders, as documents. DESTINATION is a URL of a running server "
+        "(http://127.0.0.1:4869/docs/manual/), or a path (/manual/), which goes straight into --store. With a slash at "
+        "its end, files keep their names in it.",
+    )
+    put.add_argument("sources", nargs="+", metavar="FILE|FOLDER")
+    put.add_argument("destination", metavar="DESTINATION")
+    put.add_argument("--certificate", default="", metavar="FILE", help="PEM file to trust an https server by")
     echo = commands.add_parser(
         "echo",
         help="echo raw TCP, to measure with",
@@ -339,14 +366,14 @@ def _make_parser() -> argparse.ArgumentParser:
     collect.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     show = commands.add_parser(
         "config",
-        usage="uvimg config [--defaults | --markdown] [--config FILE] [--SETTING VALUE …] [images|kv …]",
+        usage="uvimg config [--defaults | --markdown] [--config FILE] [--SETTING VALUE …] [APP …]",
         help="show the settings in force",
         description="Show the settings in force as an annotated TOML file, fit for --config.",
     )
     show.add_argument("--defaults", action="store_true", help="show the defaults alone, all commented out")
     show.add_argument("--markdown", action="store_true", help="show the defaults as a table")
     _add_settings(show)
-    for command in (scrub, collect):
+    for command in (put, scrub, collect):
         _add_settings(command, only=("store",))
     _add_kv(commands)
     return parser

@@ -22,9 +22,9 @@ from uvimg.core.place import check_places
 from uvimg.core.types import NO_TABLES, BadTable, Tables, parse_tables, show_tables, show_wrong
 
 ENVIRONMENT_PREFIX = "UVIMG_"
-APPS = ("images", "kv")
+APPS = ("images", "kv", "documents")
 # Of each app where it is served alone.
-PORTS = {"images": 4869, "kv": 8080}
+PORTS = {"images": 4869, "kv": 8080, "documents": 4869}
 
 
 class ConfigError(Exception):
@@ -176,6 +176,7 @@ def _check_file(path: str) -> None:
 
 
 _SERVER, _STORE, _IMAGES, _LIMITS, _WORKERS, _ACCESS = "Server", "Store", "Images", "Limits", "Workers", "Access"
+_DOCUMENTS = "Documents"
 _VALUES = "Key-value"
 
 
@@ -186,7 +187,7 @@ class Settings:
     apps: tuple[str, ...] = _setting(
         APPS,
         _SERVER,
-        "The apps to serve: one alone is mounted at /; of several images is, and each other one at /NAME/.",
+        "The apps to serve: one alone is mounted at /; of several images is, kv at /kv/ and documents at /docs/.",
         choices=APPS,
         positional=True,
     )
@@ -350,6 +351,36 @@ class Settings:
     index_page: str = _setting("", _IMAGES, "HTML file to show at / instead of the built-in page.", check=_check_file)
     admin_page: str = _setting(
         "", _IMAGES, "HTML file to show at /admin instead of the built-in page.", check=_check_file
+    )
+    document_headers: tuple[str, ...] = _setting(
+        (
+            "Cache-Control: no-cache",
+            "Content-Security-Policy: sandbox allow-downloads allow-forms allow-modals allow-popups allow-scripts",
+        ),
+        _DOCUMENTS,
+        "Headers of every document. The sandbox keeps a stored page from acting on this server in the name of whoever "
+        "looks at it; leave it out only where all who may upload are trusted. In the environment one a line; the flag "
+        "may be repeated.",
+        check=_check_each(parse_header),
+        separator="\n",
+        repeated=True,
+    )
+    zstd_level: int = _setting(3, _DOCUMENTS, "How hard zstd works while a client waits, 1 fastest.", low=1, high=19)
+    coded_copies: Literal["none", "first", "best"] = _setting(
+        "best",
+        _DOCUMENTS,
+        "Which compressed copies are kept in the store: none, the first that was made, or the best, which is made "
+        "when nobody waits.",
+    )
+    coding_memory: int = _setting(
+        256 << 20,
+        _DOCUMENTS,
+        "Memory for compressing while clients wait; more of them wait for their turn, at most 100.",
+        low=1 << 20,
+        unit="bytes",
+    )
+    compression_parameter: bool = _setting(
+        True, _DOCUMENTS, "Let ?compression=none|gzip|zstd&level=N choose how a document is compressed."
     )
     max_size: int = _setting(100 << 20, _LIMITS, "Largest upload.", low=1, unit="bytes")
     max_pixels: int = _setting(75_000_000, _LIMITS, "Most pixels an upload may declare, over all its frames.", low=1)

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from uvimg.apps.codings import code_answer, code_long_answer
+from uvimg.core.coding import MIN_BYTES
 from uvimg.core.errors import NotImplementedHere, Overloaded, UvimgError
 from uvimg.core.http1 import refuse_head
 from uvimg.core.message import AccessLog, Request, Response
@@ -64,6 +66,8 @@ class Service:
         app = self._find_app(request.path) if self._mounts else self._pages.get(request.path, self._root)
         try:
             response = app.try_now(request)
+            if response is not None and _is_to_be_coded(response):
+                code_answer(request.headers, response)
         except Exception as exc:
             response = self._refuse(app, request, exc)
         if response is not None:
@@ -76,6 +80,8 @@ class Service:
         app = self._find_app(request.path)
         try:
             response = await app.handle(request)
+            if _is_to_be_coded(response):
+                await code_long_answer(request.headers, response)
         except Exception as exc:
             response = self._refuse(app, request, exc)
         self._finish(app, request, response, started)
@@ -121,3 +127,9 @@ class Service:
         tally.count(seconds)
         if self._access_log is not None:
             self._access_log(request, request.peer, response.status, response.size, seconds)
+
+
+def _is_to_be_coded(response: Response) -> bool:
+    """Most answers are not, and this is asked of every one of them; see `code_answer`."""
+    body = response.body
+    return isinstance(body, bytes) and len(body) >= MIN_BYTES and "ETag" not in response.headers

@@ -21,6 +21,7 @@ from urllib.parse import quote
 import msgspec
 from cachetools import LRUCache
 
+from uvimg.apps.codings import Codings
 from uvimg.apps.intermediates import Intermediates
 from uvimg.apps.renditions import close, hash_bytes, is_whole, keep_rendition
 from uvimg.cache import Cache
@@ -55,6 +56,7 @@ from uvimg.store import Incoming, Near, Record, Store
 
 log = logging.getLogger("uvimg.images")
 
+_SVG = "image/svg+xml"
 # A browser must not run anything that an uploaded svg holds (nor a type that it guesses).
 _LOCKED_DOWN = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
 _PAGE_POLICY = (
@@ -159,8 +161,9 @@ class Images:
         pool: Pool,
         cache: Cache[tuple[Digest, str], Rendition],
         intermediates: Intermediates,
+        codings: Codings,
     ) -> None:
-        self._settings = settings
+        self._settings, self._codings = settings, codings
         self._store, self._pool, self._cache, self._intermediates = store, pool, cache, intermediates
         self._keeping: set[asyncio.Task[None]] = set()
         self._keeping_bytes = 0
@@ -258,6 +261,8 @@ class Images:
             raise NotFound()
         params = self._effective(query)
         if params.original:
+            if original.type == _SVG:
+                return self._codings.show_now(near, request, original, self._svg_headers())
             answer = self._choose_answer(request, original)
             if isinstance(answer, Response):
                 return answer
@@ -292,6 +297,11 @@ class Images:
         if original is None:
             raise NotFound()
         params = self._effective(query)
+        if params.original and original.type == _SVG:
+            # The one image that is text.
+            shown = await self._codings.show(request, original, self._svg_headers())
+            if shown is not None:
+                return shown
         record, body, origin, key = original, None, "original", ""
         if not params.original:
             plan, key = self._choose(query, params, original)
@@ -375,12 +385,15 @@ class Images:
         headers["Last-Modified"] = http_date(record.created_s)
         return headers
 
+    def _svg_headers(self) -> dict[str, str]:
+        return {**dict(self._settings.image_headers), "Content-Security-Policy": _LOCKED_DOWN}
+
     def _answer_image(self, answer: Whole | Part, record: Record, body: Content, origin: str) -> Response:
         """200 or 206 with a representation. `origin` says for the metrics how it was come by."""
         headers = self._image_headers(record)
         headers["Content-Type"] = record.type
         headers["Accept-Ranges"] = "bytes"
-        if record.type == "image/svg+xml":
+        if record.type == _SVG:
             headers["Content-Security-Policy"] = _LOCKED_DOWN
         if isinstance(answer, Whole):
             return Response(200, headers, body, origin=origin)
@@ -605,6 +618,7 @@ class Images:
         names = [image_name(record.digest.hex()), image_name(_decode_facts(record.facts).md5)]
         await self._store.unbind(names, record.digest)
         await self._forget_renditions(record.digest)
+        await self._codings.forget(record.digest)
         if not query.by_get:
             return Response(204)
         return _html(_tell_command("Successful", request.query))

@@ -12,9 +12,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from uvimg.apps.codings import code_tagged
 from uvimg.apps.procedures import Procedures
 from uvimg.apps.values import INLINE_BYTES, Received, Values, close, read_pieces, receive_bytes, whole
+from uvimg.coders import code_now
 from uvimg.core.access import AccessRules, Network, find_client, is_cross_site
+from uvimg.core.coding import QUICK
 from uvimg.core.errors import (
     BadRequest,
     Forbidden,
@@ -407,8 +410,13 @@ def _answer_value(request: Request, record: Record, body: Content) -> Response:
         headers["X-Kt-Xt"] = http_date(record.expires_s)
     if not _known_inert(record.type):
         headers["Content-Security-Policy"] = _LOCKED_DOWN
+    ranges = request.method == "GET"
+    coding = "identity" if isinstance(body, FilePart) else code_tagged(request.headers, headers, len(body))
     # When it was changed is known to the second alone, so dates decide nothing.
-    match choose_answer(request.headers, headers["ETag"], None, record.size, ranges=request.method == "GET"):
+    match choose_answer(request.headers, headers["ETag"], None, record.size, ranges=ranges and coding == "identity"):
+        case Whole() if coding != "identity":
+            assert isinstance(body, bytes)
+            return Response(200, headers, code_now(body, coding, QUICK[coding]))
         case Whole():
             return Response(200, headers, body)
         case Part(start, stop):
@@ -417,6 +425,7 @@ def _answer_value(request: Request, record: Record, body: Content) -> Response:
             return Response(206, headers, part)
         case NotModified():
             close(body)
+            headers.pop("Content-Encoding", None)
             return Response(304, headers, origin="not_modified")
         case Failed():
             close(body)

@@ -47,7 +47,7 @@ _TURN_MS = 25.0
 _QUARTER_TURN_MS = 8.0
 # Per megapixel of the scaled picture, for profiles, CMYK and 16 bit.
 _MANAGED_MS = 60.0
-# In the middle of a plan: per megapixel of the result, and of what is made smaller.
+# Per megapixel of the result and, in the middle of a plan, of what is made smaller.
 _ENLARGE_MS, _SHRINK_MS = 30.0, 5.0
 # A result that should not be larger than the original is mostly written twice, unless that one may stand in.
 _BOUNDED_FACTOR = 2.0
@@ -76,6 +76,8 @@ def predict_ms(plan: Plan, source: Source, engine: Literal["jpeg", "libvips"]) -
                 frames = step.frames
                 megapixels = step.width * step.height / 1e6
                 milliseconds += _predict_decode_ms(source, step)
+                if step.width * step.height > source.width * source.height:
+                    milliseconds += _ENLARGE_MS * megapixels * frames
                 if step.managed:
                     milliseconds += _MANAGED_MS * megapixels * frames
             case Rotate():

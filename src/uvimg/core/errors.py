@@ -78,6 +78,17 @@ class MethodNotAllowed(UvimgError):
         super().__init__(f"Allowed here: {allow}.", headers={"Allow": allow})
 
 
+class NotAcceptable(UvimgError):
+    """Accept-Encoding refuses every coding that there is, and none too (RFC 9110 15.5.7)."""
+
+    status = 406
+    sentence = "Accept-Encoding refuses all that could be sent."
+    code = 4
+
+    def __init__(self, detail: str = "") -> None:
+        super().__init__(detail, headers={"Vary": "Accept-Encoding"})
+
+
 class RequestTimeout(UvimgError):
     status = 408
     sentence = "The body arrived too slowly."

@@ -70,9 +70,12 @@ Content = bytes | FilePart
 class Pieces:
     """A body that is made while it is sent, of a size that nobody knows before: asked for a piece when the client has
     taken those before. Where making fails in the middle, so does the connection: the answer must not look whole.
+
+    `close` frees what makes it, also where nobody has asked for a piece yet.
     """
 
     pieces: AsyncIterator[bytes]
+    close: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)
@@ -102,7 +105,7 @@ class Response:
 
     def release(self) -> None:
         """Close what the body holds open; safe to call at any time."""
-        if isinstance(self.body, FilePart):
+        if isinstance(self.body, FilePart | Pieces):
             self.body.close()
 
 

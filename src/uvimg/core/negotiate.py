@@ -1,6 +1,7 @@
-"""What a request gets of a representation that is there: all of it, a part, or word that it has it already.
+"""Which representation a request gets, and what of it: all, a part, or word that it has it already.
 
-RFC 9110 13 (conditional requests, in the order of 13.2.2) and 14 (range requests).
+RFC 9110 12.5.3 (content codings), 13 (conditional requests, in the order of 13.2.2) and 14 (range requests).
+Rule: every coding of a representation has a strong ETag of its own, and only the one without any has ranges.
 """
 
 import re
@@ -8,6 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
+
+from uvimg.core.coding import Coding
+from uvimg.core.errors import NotAcceptable
 
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
@@ -44,6 +48,81 @@ class Unsatisfiable:
 Answer = Whole | NotModified | Failed | Part | Unsatisfiable
 
 _WHOLE, _NOT_MODIFIED, _FAILED, _UNSATISFIABLE = Whole(), NotModified(), Failed(), Unsatisfiable()
+
+
+# RFC 9110 12.4.2 and 12.5.3: a coding or "*", and perhaps its weight, of at most three decimals.
+_ACCEPTED = re.compile(
+    r"([!#$%&'*+.^_`|~0-9A-Za-z-]+)(?:[ \t]*;[ \t]*[qQ]=(0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?))?", re.ASCII
+)
+_OLD_NAMES = {"x-gzip": "gzip", "x-compress": "compress"}
+
+
+def choose_coding(accepted: str | None, offered: tuple[Coding, ...]) -> Coding:
+    """The coding for a request with this Accept-Encoding, None where it has none. `offered` are ours, best first.
+
+    What is malformed in the field counts as not being there, and of equal weights the best of ours wins. The
+    representation as it is comes last of those that are named, but first where it is preferred by its weight.
+    NotAcceptable where even that is refused.
+    """
+    if accepted is None:
+        return "identity"
+    if len(accepted) > _LONGEST_KNOWN_FIELD:
+        return _choose_coding(accepted, offered)
+    return _known_choice(accepted, offered)
+
+
+def _choose_coding(accepted: str, offered: tuple[Coding, ...]) -> Coding:
+    weights = weigh_codings(accepted)
+    others = weights.get("*", 0.0)
+    best: Coding | None = None
+    most = 0.0
+    for coding in offered:
+        weight = weights.get(coding, others)
+        if weight > most:
+            best, most = coding, weight
+    # Without a word on it, it will do where nothing else does.
+    plain = weights.get("identity", weights.get("*"))
+    if plain is not None and plain > most:
+        return "identity"
+    if best is not None:
+        return best
+    if plain == 0.0:
+        raise NotAcceptable()
+    return "identity"
+
+
+# Clients send the same few over and over; long ones are an attack on the memory.
+_LONGEST_KNOWN_FIELD = 128
+_known_choice = lru_cache(1024)(_choose_coding)
+
+
+def weigh_codings(accepted: str) -> dict[str, float]:
+    """Coding → weight. Names in lower case; of two words on one coding the first counts."""
+    weights: dict[str, float] = {}
+    for member in accepted.split(","):
+        found = _ACCEPTED.fullmatch(member.strip(" \t"))
+        if found is not None:
+            name = found[1].lower()
+            weights.setdefault(_OLD_NAMES.get(name, name), 1.0 if found[2] is None else float(found[2]))
+    return weights
+
+
+def name_etag(etag: str, coding: str) -> str:
+    """The strong ETag of a representation in a coding, from the one that it has without. Both are quoted."""
+    return etag if coding == "identity" else f'{etag[:-1]}-{coding}"'
+
+
+def find_held(headers: Mapping[str, str], etag: str, coding: str) -> str | None:
+    """The ETag of a copy in this coding that the client says it has, whatever the effort it was made with.
+
+    It is as good as the one that we would send now: then that copy is what was asked for.
+    """
+    field = headers.get("if-none-match")
+    start = name_etag(etag, coding)[1:-1] + "-"
+    if field is None or start not in field:
+        return None
+    tags = (tag for _, tag in _tags(field) if tag.startswith(start))
+    return next((f'"{tag}"' for tag in tags if re.fullmatch(r"[0-9]{1,2}", tag[len(start) :], re.ASCII)), None)
 
 
 def choose_answer(

@@ -26,6 +26,9 @@ from uvimg.core.plan import JPEG_MAX_DECODED_BYTES, Crop, Encode, Gray, Load, Pl
 _HEAD_BYTES = (1 << 16, 1 << 20)
 # Read at a time from a file; from memory all at once.
 _BLOCK_BYTES = 1 << 17
+# Where Huffman codes are made to measure libjpeg cannot wait for room, so there is some for all that it writes. Noise
+# of black and white at the highest quality takes 1.6 bytes a value; Pillow by itself leaves 0.3 to 2.
+_MOST_BYTES_A_VALUE = 2
 # From here on our libvips encoder keeps the colours at full resolution too.
 _LEAST_QUALITY_444 = 90
 # A JPEG's own luminance is not to the bit what its colours, once rounded and cut off at black and white, make in gray.
@@ -192,5 +195,11 @@ def _write(image: Image.Image, quality: int) -> bytes:
     """As our libvips encoder does it: the IJG tables, Huffman codes made to measure, nothing but the picture."""
     file = io.BytesIO()
     subsampling = 0 if quality >= _LEAST_QUALITY_444 or image.mode == "L" else 2
-    image.save(file, "JPEG", quality=quality, optimize=True, subsampling=subsampling)
+    usual = ImageFile.MAXBLOCK
+    # Pillow has no other place where it can be said.
+    ImageFile.MAXBLOCK = max(usual, _MOST_BYTES_A_VALUE * image.width * image.height * len(image.mode))
+    try:
+        image.save(file, "JPEG", quality=quality, optimize=True, subsampling=subsampling)
+    finally:
+        ImageFile.MAXBLOCK = usual
     return file.getvalue()

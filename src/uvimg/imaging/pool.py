@@ -662,7 +662,7 @@ class _Worker(asyncio.BufferedProtocol):
             sent = self.raw.sendmsg((frame, original)) - len(frame)
         except OSError:
             return False
-        if sent < len(original):
+        if 0 <= sent < len(original):
             self.transport.write(memoryview(original)[sent:])
         return sent >= 0
 
@@ -683,7 +683,7 @@ class _Worker(asyncio.BufferedProtocol):
         begin = PREFIX.size + head_size
         end = begin + size
         if head_size > _MAX_HEAD_BYTES or size > _MAX_BODY_BYTES or self._filled > end:
-            self.on_loss(self)
+            self._hear_no_more()
             return
         if self._filled < end:
             if end > len(self._view):
@@ -693,12 +693,19 @@ class _Worker(asyncio.BufferedProtocol):
             return
         try:
             head = _decode_reply(self._view[PREFIX.size : begin])
-        except msgspec.DecodeError:
-            self.on_loss(self)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            # msgspec lets the second through where a string is no UTF-8.
+            self._hear_no_more()
             return
         body = bytes(self._view[begin:end])
         self._view, self._filled = self._buffer, 0
         self.on_answer(self, head, body)
+
+    def _hear_no_more(self) -> None:
+        """Where what it says ends nobody knows: it is lost, and there is no buffer for the rest."""
+        assert self.transport is not None
+        self.transport.abort()
+        self.on_loss(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.replaced or self.errand is not None:

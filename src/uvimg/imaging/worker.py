@@ -189,7 +189,7 @@ def _fill(connection: socket.socket, start: int, stop: int) -> int:
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     parts, missing = [], size
     while missing:
-        # Nearly always one call: no second copy of a large original. A stopped process gets less.
+        # Nearly always one call. A stopped process gets less.
         part = connection.recv(missing, socket.MSG_WAITALL)
         if not part:
             raise SystemExit(0)

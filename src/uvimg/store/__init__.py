@@ -146,6 +146,9 @@ class Store(Protocol):
         Backward those before `after`, from the last one down; b"" is the end then.
         """
 
+    async def is_named(self, digest: Digest) -> bool:
+        """Whether any name points at this blob."""
+
     async def counts(self, prefix: bytes, now_s: int) -> dict[bytes, int]:
         """How many names each group (`group_of`) with this prefix has that have not expired; without a walk over them.
 

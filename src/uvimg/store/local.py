@@ -36,6 +36,7 @@ import lmdb
 import msgspec
 
 from uvimg.core.address import Digest, blob_path, group_of, original_of, parse_blob_path
+from uvimg.core.coding import CODINGS, coded_digest
 from uvimg.core.errors import Overloaded, StoreDown, StoreFull, UvimgError
 from uvimg.core.message import Content, FilePart
 from uvimg.store import MAX_NAME_BYTES, SMALL_BLOB_BYTES, Decide, Durability, Finding, Incoming, Measures, Record
@@ -157,6 +158,10 @@ class LocalStore:
             return [(name, _decode(data)) for name, data in found if name.startswith(prefix)]
         found = self._page(self._names, max(prefix, after), limit + 1)
         return [(name, _decode(data)) for name, data in found if name > after and name.startswith(prefix)][:limit]
+
+    async def is_named(self, digest: Digest) -> bool:
+        with _translated(), self._env.begin() as txn:
+            return bool(self._uses_of(txn, digest)[0])
 
     async def counts(self, prefix: bytes, now_s: int) -> dict[bytes, int]:
         return await asyncio.to_thread(self._count_groups, prefix, now_s)
@@ -419,6 +424,11 @@ class LocalStore:
                 if not dry_run:
                     await self.unbind([name])
                 yield Finding(name.decode(), "a rendition of an image that is gone")
+        for name, _ in self._walk(self._names, CODINGS):
+            if not await self.is_named(coded_digest(name)):
+                if not dry_run:
+                    await self.unbind([name])
+                yield Finding(name.decode(), "a coded copy of what is gone")
         for path in self._files():
             digest = parse_blob_path(path)
             if digest is None:

@@ -127,6 +127,9 @@ class MemoryStore:
             names = self._order[start : start + limit]
         return [(name, self._names[name]) for name in names if name.startswith(prefix)]
 
+    async def is_named(self, digest: Digest) -> bool:
+        return digest in self._blobs
+
     async def counts(self, prefix: bytes, now_s: int) -> dict[bytes, int]:
         gone = Counter(map(group_of, {name for name in self._names_due(now_s) if name.startswith(prefix)}))
         counts = {group: count - gone[group] for group, count in self._groups.items() if group.startswith(prefix)}

@@ -276,6 +276,7 @@ class _PiecesAnswer(web.StreamResponse):
 
     def __init__(self, response: Response, body: Pieces) -> None:
         super().__init__(status=response.status, headers=response.headers)
+        self._response = response
         self._pieces: Pieces | None = body
 
     async def prepare(self, request: web.BaseRequest) -> Any:
@@ -289,9 +290,12 @@ class _PiecesAnswer(web.StreamResponse):
 
     async def write_eof(self, data: bytes = b"") -> None:
         pieces, self._pieces = self._pieces, None
-        if pieces is not None:
-            async for piece in pieces.pieces:
-                await self.write(piece)
+        try:
+            if pieces is not None:
+                async for piece in pieces.pieces:
+                    await self.write(piece)
+        finally:
+            self._response.release()
         await super().write_eof(data)
 
 

@@ -87,11 +87,14 @@ class Gate(Connection):
     def connection_lost(self, exc: Exception | None) -> None:
         self._lose()
         self._closing = True
-        self._break_body(BadRequest("The body ended before its declared length."))
-        inner, self._inner = self._inner, None
-        if inner is not None:
-            inner.connection_lost(exc)
-        self._gates.forget(self)
+        try:
+            self._break_body(BadRequest("The body ended before its declared length."))
+            inner, self._inner = self._inner, None
+            if inner is not None:
+                inner.connection_lost(exc)
+        finally:
+            # Whatever it did: one that is not forgotten would be waited for when the process is to end.
+            self._gates.forget(self)
 
     def data_received(self, data: bytes) -> None:
         if self._last and not self._left and self._chunks is None:
