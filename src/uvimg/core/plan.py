@@ -394,9 +394,9 @@ def _encode(params: Params, source: Source, size: int, format: OutputFormat, rul
 # Who carries out a plan: "jpeg" is faster, "libvips" can do everything.
 Engine = Literal["jpeg", "libvips"]
 
-# The engine "jpeg" holds what it decodes in memory, four bytes a pixel of colour. At 6 MP it is still faster than
-# libvips, which works by lines; at 12 MP it has 0.7 of its speed.
-JPEG_MAX_DECODED_BYTES = 32 << 20
+# The engine "jpeg" holds what it decodes in memory, four bytes a pixel of colour, where libvips works by lines. Memory
+# that a worker is to give back comes anew for each picture: 24 MB of it took half as long as decoding them.
+JPEG_MAX_DECODED_BYTES = 8 << 20
 
 # Beyond the edges libvips takes the outermost pixel for granted, the engine "jpeg" nothing. Where the edges are most of
 # the picture they would not agree.
