@@ -88,9 +88,9 @@ _PASSED_ON = (
 # How a worker's memory stays flat, measured after 1,000 mixed jobs of which one in twenty was a progressive JPEG of
 # 12 megapixels, all in the same CPU time. glibc's allocator as it comes holds 242 MB and grows; with two arenas 141 MB;
 # with two and thresholds that do not move 67 MB (56 MB with one of 1 MiB, but then a picture of 6 MB decoded took a
-# third longer, for new pages). jemalloc, where it is preloaded, holds 71 MB, and 48 MB with two arenas and what was free
-# for a second given back. Without such pictures, after 7,000 jobs, it is 79 MB for glibc as it comes and 66 to 82 MB for
-# jemalloc, and nothing grows.
+# third longer, for new pages). jemalloc, where it is preloaded, holds 71 MB, and 48 MB with two arenas and what was
+# free for a second given back. Without such pictures, after 7,000 jobs, it is 79 MB for glibc as it comes and 66 to
+# 82 MB for jemalloc, and nothing grows.
 _DEFAULTS = {
     "MALLOC_ARENA_MAX": "2",
     "MALLOC_MMAP_THRESHOLD_": "10485760",
