@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from bench.keyvalue import QUOTATION, fill
 from uvimg.core.errors import UvimgError
-from uvimg.core.keyvalue import MAX_DATABASE_BYTES, MAX_KEY_BYTES, Query, read_keys, route, show_key, spell_key
+from uvimg.core.keyvalue import (
+    MAX_DATABASE_BYTES,
+    MAX_KEY_BYTES,
+    Query,
+    is_inert,
+    read_keys,
+    route,
+    show_key,
+    spell_key,
+)
 from uvimg.core.kyoto import (
     Arguments,
     choose_coding,
@@ -55,6 +64,24 @@ def test_a_key_is_shown_so_that_it_can_be_read_again(key: bytes) -> None:
     assert spell_key(key).isascii()
     assert spell_key(key).isprintable()
     assert spell_key(key).strip() == spell_key(key)
+
+
+@pytest.mark.parametrize(
+    ("media_type", "inert"),
+    [
+        ("text/plain", True),
+        ("text/plain; charset=utf-8", True),
+        ("IMAGE/PNG", True),
+        ("text/html", False),
+        ("image/svg+xml", False),
+        ("text/plain, text/html", False),
+        # What Fetch takes for text/html: the last one of the list.
+        ("text/plain; a=b, text/html", False),
+        ("text/plain;,text/html", False),
+    ],
+)
+def test_only_what_no_browser_runs_is_served_without_a_sandbox(media_type: str, inert: bool) -> None:
+    assert is_inert(media_type) is inert
 
 
 @given(st.lists(st.tuples(st.binary(), st.binary())))

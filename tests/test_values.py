@@ -142,3 +142,13 @@ async def test_a_blob_that_loses_its_name_in_a_failing_commit_keeps_its_bytes(tm
     assert not isinstance(content, bytes)
     content.close()
     await store.close()
+
+
+async def test_what_is_prolonged_again_and_again_takes_no_memory_in_memory() -> None:
+    store = MemoryStore()
+    values = Values(store, 1 << 20, lambda: START_S)
+    for number in range(5000):
+        await values.write(NAME, receive_bytes(b"session"), UNTYPED, START_S + 100 + number, lambda old: None)
+    assert len(store._due) < 1100
+    assert await values.count(b"db") == 1
+    assert await store.sweep(START_S + 5099) == 1

@@ -307,9 +307,9 @@ def read_type(headers: Mapping[str, str]) -> str:
     return text
 
 
-# Types that no browser runs anything of.
+# Types that no browser runs anything of. Without a comma: a browser reads a list of types there, and takes the last.
 _INERT = re.compile(
-    r"(?:text/plain|application/(?:octet-stream|json|x-www-form-urlencoded)|(?:image/(?!svg)|audio/|video/|font/)[\w.+-]+)\s*(?:;.*)?",
+    r"(?:text/plain|application/(?:octet-stream|json|x-www-form-urlencoded)|(?:image/(?!svg)|audio/|video/|font/)[\w.+-]+)\s*(?:;[^,]*)?",
     re.IGNORECASE | re.ASCII,
 )
 

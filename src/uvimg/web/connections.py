@@ -223,7 +223,9 @@ class Connection(Timed, asyncio.Protocol):
 
     def abort(self) -> None:
         if self._transport is not None:
-            reset_at_end(self._transport.get_extra_info("socket"))
+            # Of one that has been told all and waits for its client's end nothing is cut off.
+            if self.awaited != "end":
+                reset_at_end(self._transport.get_extra_info("socket"))
             self._transport.abort()
 
     # Beginnings and ends
