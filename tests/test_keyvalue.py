@@ -447,6 +447,13 @@ def test_reads_hold_to_their_conditions_and_ranges(place: Place) -> None:
         assert place.ask("GET", "/db/key", Range=f"bytes={size}-").status == 416
 
 
+def test_a_write_of_a_part_or_of_a_coded_value_is_refused(place: Place) -> None:
+    assert place.ask("PUT", "/db/key", b"v", Content_Range="bytes 0-0/9").status == 400
+    assert place.ask("PUT", "/db/key", b"v", Content_Encoding="gzip").status == 415
+    assert place.ask("GET", "/db/key").status == 404
+    assert place.ask("PUT", "/db/key", b"v", Content_Encoding="identity").status == 201
+
+
 def test_the_etag_of_a_coded_answer_is_good_for_a_compare_and_set(place: Place) -> None:
     place.ask("PUT", "/db/key", b"text " * 1000, Content_Type="text/plain")
     coded = place.ask("GET", "/db/key", Accept_Encoding="gzip")

@@ -27,6 +27,7 @@ from uvimg.core.errors import (
     PreconditionFailed,
     RangeNotSatisfiable,
     TooLarge,
+    UnsupportedType,
     UvimgError,
 )
 from uvimg.core.keyvalue import (
@@ -221,6 +222,12 @@ class KeyValue:
         headers = request.headers
         if (request.length or 0) > self._settings.max_bytes:
             raise TooLarge(f"A value has at most {self._settings.max_bytes} bytes.")
+        if headers.get("content-encoding", "identity").lower() not in ("", "identity"):
+            # It would be given back without a word of it.
+            raise UnsupportedType("Values are stored as they are: send this one without Content-Encoding.")
+        if "content-range" in headers:
+            # RFC 9110 14.5: else a part would take the place of the whole.
+            raise BadRequest("A value is written whole: there are no writes with Content-Range.")
         mode, media_type = read_mode(headers), read_type(headers)
         read_expiry(headers, self.values.now_s())
 
