@@ -447,6 +447,28 @@ def test_reads_hold_to_their_conditions_and_ranges(place: Place) -> None:
         assert place.ask("GET", "/db/key", Range=f"bytes={size}-").status == 416
 
 
+def test_the_etag_of_a_coded_answer_is_good_for_a_compare_and_set(place: Place) -> None:
+    place.ask("PUT", "/db/key", b"text " * 1000, Content_Type="text/plain")
+    coded = place.ask("GET", "/db/key", Accept_Encoding="gzip")
+    assert coded.headers["Content-Encoding"] == "gzip"
+    etag = coded.headers["ETag"]
+    assert place.ask("PUT", "/db/key", b"", If_None_Match=etag).status == 412
+    assert place.ask("PUT", "/db/key", b"", If_Match=f"W/{etag}").status == 412
+    assert place.ask("PUT", "/db/key", b"new", If_Match=etag).status == 200
+    assert place.ask("DELETE", "/db/key", If_Match=etag).status == 412
+
+
+def test_a_page_whose_name_was_bent_to_this_machine_cannot_write(place: Place) -> None:
+    bent = {"Host": "evil.example:8080", "Origin": "http://evil.example:8080"}
+    assert place.ask("POST", "/db/key", b"value", **bent).status == 403
+    assert place.ask("POST", "/rpc/clear", b"", **bent).status == 403
+    assert place.ask("GET", "/db/key").status == 404
+    # A client that is no browser may call the machine by any name.
+    assert place.ask("PUT", "/db/key", b"value", Host="values.example").status == 201
+    own = {"Host": "127.0.0.1:8080", "Origin": "http://127.0.0.1:8080"}
+    assert place.ask("PUT", "/db/key", b"value", **own).status == 200
+
+
 def test_a_page_of_another_site_cannot_write(place: Place) -> None:
     elsewhere = {"Origin": "http://evil.example", "Sec_Fetch_Site": "cross-site"}
     assert place.ask("POST", "/db/key", b"value", **elsewhere).status == 403
@@ -646,6 +668,7 @@ def test_bad_encodings_are_refused(place: Place) -> None:
     kind = "text/tab-separated-values; colenc="
     assert refused(place.ask("POST", "/rpc/echo", b"a*\tb", Content_Type=f"{kind}B"), 400)
     assert refused(place.ask("POST", "/rpc/echo", b"a\tb", Content_Type=f"{kind}Q"), 400)
+    assert refused(place.ask("POST", "/rpc/echo", b"a\t%4x", Content_Type=f"{kind}U"), 400)
 
 
 def test_increments_and_compare_and_set_by_many_at_once_lose_none(place: Place) -> None:

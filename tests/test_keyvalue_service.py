@@ -55,6 +55,14 @@ def test_kv_alone_is_at_the_root_and_listens_at_8080_unless_told_otherwise(
     assert both.get(f"/{both.upload(make_photo(1))}").status_code == 200
 
 
+def test_beside_images_only_this_machine_may_write_unless_told_otherwise() -> None:
+    assert load({}, {}).kv_write_rule == load({"apps": ("images", "kv")}, {}).kv_write_rule
+    assert load({}, {}).kv_write_rule == load({}, {}).admin_rule
+    assert load({"apps": ("kv",)}, {}).kv_write_rule == "allow all"
+    assert load({"apps": ("kv",), "kv_write_rule": "deny all"}, {}).kv_write_rule == "deny all"
+    assert load({"kv_write_rule": "allow all"}, {}).kv_write_rule == "allow all"
+
+
 def test_two_processes_see_each_others_writes_at_once(start_server: Callable[..., Server]) -> None:
     servers = [start_kv(start_server) for _ in range(2)]
     for number in range(20):
@@ -297,6 +305,11 @@ def test_a_dump_loaded_elsewhere_is_the_same(dumped: tuple[str, bytes], tmp_path
         (lambda data: data.replace(b'"size":1,', b'"size":-1,', 1), "are allowed"),
         (lambda data: data.replace(b'{"more"', b'{"less"', 1), "this is no line of a dump"),
         (lambda data: data[:31] + b"x" * 3_000_000, "this line is too long"),
+        (lambda data: b'{"uvimg":' + b"[" * 900_000, "this is no dump of values"),
+        (lambda data: data[:31] + b'{"db":' + b"[" * 900_000 + b"\n", "line 2: this is no line of a dump"),
+        (lambda data: data.replace(b'"key":"small"', b'"key":"\xff"', 1), "this is no line of a dump"),
+        # Of such a second no HTTP date tells.
+        (lambda data: data.replace(b'"expires_s":1900000000', b'"expires_s":999999999999', 1), "times cannot be"),
     ],
 )
 def test_a_damaged_dump_is_told_in_one_line(

@@ -1,8 +1,10 @@
 """Paths of values, and Kyoto Tycoon's lines and numbers, as plain functions."""
 
+import tracemalloc
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
+from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,16 @@ from hypothesis import strategies as st
 
 from bench.keyvalue import QUOTATION, fill
 from uvimg.core.errors import UvimgError
-from uvimg.core.keyvalue import MAX_DATABASE_BYTES, MAX_KEY_BYTES, Query, read_keys, route, show_key, spell_key
+from uvimg.core.keyvalue import (
+    MAX_DATABASE_BYTES,
+    MAX_KEY_BYTES,
+    Query,
+    is_inert,
+    read_keys,
+    route,
+    show_key,
+    spell_key,
+)
 from uvimg.core.kyoto import (
     Arguments,
     choose_coding,
@@ -55,11 +66,48 @@ def test_a_key_is_shown_so_that_it_can_be_read_again(key: bytes) -> None:
     assert spell_key(key).strip() == spell_key(key)
 
 
+@pytest.mark.parametrize(
+    ("media_type", "inert"),
+    [
+        ("text/plain", True),
+        ("text/plain; charset=utf-8", True),
+        ("IMAGE/PNG", True),
+        ("text/html", False),
+        ("image/svg+xml", False),
+        ("text/plain, text/html", False),
+        # What Fetch takes for text/html: the last one of the list.
+        ("text/plain; a=b, text/html", False),
+        ("text/plain;,text/html", False),
+    ],
+)
+def test_only_what_no_browser_runs_is_served_without_a_sandbox(media_type: str, inert: bool) -> None:
+    assert is_inert(media_type) is inert
+
+
 @given(st.lists(st.tuples(st.binary(), st.binary())))
 def test_lines_come_back_as_they_went(fields: list[tuple[bytes, bytes]]) -> None:
     coding = choose_coding(fields)
     assert read_coding(name_type(coding)) == coding
     assert decode_fields(encode_fields(fields, coding), coding) == fields
+
+
+@given(st.binary().map(lambda data: data.replace(b"%", b"%25")), st.binary())
+def test_url_encoding_is_read_as_everybody_reads_it(raw: bytes, data: bytes) -> None:
+    column = raw.translate(None, b"\t\n") + quote_from_bytes(data, safe="/=").encode()
+    ((_, decoded),) = decode_fields(b"x\t" + column + b"\n", "U") or [(b"", b"")]
+    if not column.endswith(b"\r"):
+        assert decoded == unquote_to_bytes(column)
+
+
+def test_a_body_of_escapes_takes_no_more_than_a_few_times_its_size() -> None:
+    size = 3_000_000
+    body = b"x\t" + b"%41" * (size // 3)
+    for read in (lambda: decode_fields(body, "U"), lambda: read_keys(body)):
+        tracemalloc.start()
+        read()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 6 * size
 
 
 @given(

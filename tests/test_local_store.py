@@ -51,6 +51,15 @@ def start_other(path: Path, work: str, *prefix: str) -> subprocess.Popen[str]:
     )
 
 
+def find_strace() -> str:
+    strace = shutil.which("strace")
+    if strace is None:
+        if os.environ.get("CI"):
+            pytest.fail("CI must have strace")
+        pytest.skip("strace is not installed")
+    return strace
+
+
 async def test_it_is_all_there_after_a_restart(tmp_path: Path) -> None:
     for attempt in range(2):
         store = LocalStore(f"{tmp_path}/data")
@@ -228,11 +237,7 @@ async def test_a_full_disk_fails_writes_alone_and_room_heals_it(tmp_path: Path, 
 )
 def test_a_write_whose_fsync_fails_is_not_answered(tmp_path: Path, size: int, call: str, place: str | None) -> None:
     """Each fsync on the way of a write is made to fail; with `place` None none is, which is the control."""
-    strace = shutil.which("strace")
-    if strace is None:
-        if os.environ.get("CI"):
-            pytest.fail("CI must have strace")
-        pytest.skip("strace is not installed")
+    strace = find_strace()
     path = tmp_path / "data"
     asyncio.run(LocalStore(str(path)).close())
     work = f"""
@@ -255,6 +260,30 @@ def test_a_write_whose_fsync_fails_is_not_answered(tmp_path: Path, size: int, ca
         assert list(dict.fromkeys(order)) == ["/incoming/", "/blobs/", "/data.mdb"]
     else:
         assert place in next(line for line in calls if "INJECTED" in line)
+
+
+def test_with_the_durability_os_a_file_is_removed_after_the_commit_that_took_its_name_is_on_the_disk(
+    tmp_path: Path,
+) -> None:
+    """Else a power cut could undo that commit and leave a name without its bytes."""
+    path = tmp_path / "data"
+    asyncio.run(LocalStore(str(path)).close())
+    work = f"""
+    await store.close()
+    store = LocalStore({str(path)!r}, durability="os")
+    await put(store, b"name", make_bytes(100_000))
+    await put(store, b"name", b"")
+    await store.close()
+    print("done")"""
+    trace = ["-f", "-y", "-qq", "-e", "trace=fdatasync,pwrite64,pwritev,unlink", "-o", f"{tmp_path}/trace"]
+    out, errors = start_other(path, work, find_strace(), *trace).communicate(timeout=60)
+    assert out == "done\n", errors
+    blob = blob_path(hashlib.sha256(make_bytes(100_000)).digest())
+    calls = [line.split(maxsplit=1)[1] for line in (tmp_path / "trace").read_text().splitlines()]
+    (removed,) = [number for number, call in enumerate(calls) if call.startswith("unlink") and blob in call]
+    before = [call.partition("(")[0] for call in calls[:removed] if "data.mdb" in call]
+    # Behind all that was written of the database.
+    assert before[-1] == "fdatasync"
 
 
 def test_scrub_and_gc_report_on_the_command_line(tmp_path: Path) -> None:

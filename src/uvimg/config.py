@@ -405,7 +405,10 @@ class Settings:
     kv_max_size: int = _setting(64 << 20, _VALUES, "Largest value.", low=1, high=99_999_999, unit="bytes")
     kv_read_rule: str = _setting("allow all", _VALUES, "Who may read values and list keys.", check=parse_rules)
     kv_write_rule: str = _setting(
-        "allow all", _VALUES, "Who may write and delete values, and call procedures.", check=parse_rules
+        "allow 127.0.0.0/8; allow ::1",
+        _VALUES,
+        "Who may write and delete values, and call procedures. Where kv is served alone the default is allow all.",
+        check=parse_rules,
     )
     workers: int = _setting(
         0,
@@ -499,6 +502,9 @@ def load(
     apps = values.get("apps", APPS)
     if "port" not in values and len(apps) == 1:
         values["port"] = PORTS[apps[0]]
+    if "kv_write_rule" not in values and tuple(apps) == ("kv",):
+        # Beside images nobody expects that whoever may see one may empty a database.
+        values["kv_write_rule"] = "allow all"
     settings = Settings(**values)
     _check_together(settings)
     return settings

@@ -23,7 +23,7 @@ from uvimg.core.dump import (
     unpack,
 )
 from uvimg.core.errors import BadRequest, TooLarge
-from uvimg.core.keyvalue import name_record
+from uvimg.core.keyvalue import LAST_SECOND, name_record
 from uvimg.store import Record
 
 # Small records that are stored in one transaction.
@@ -174,7 +174,7 @@ class _Loader:
 
 def _make_record(entry: Entry, digest: bytes, data: bytes | None) -> Record:
     """Also of one that has expired since: it is swept like others."""
-    if not 0 <= entry.expires_s < 1 << 40 or not 0 <= entry.created_s < 1 << 40:
+    if not 0 <= entry.expires_s <= LAST_SECOND or not 0 <= entry.created_s <= LAST_SECOND:
         raise BadDump("the record's times cannot be")
     if len(entry.type) > 255 or not entry.type.isascii() or not entry.type.isprintable():
         raise BadDump("the record's type cannot be")

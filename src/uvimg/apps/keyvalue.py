@@ -8,7 +8,7 @@ expires: time passes without a change.
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,7 +16,7 @@ from uvimg.apps.codings import code_tagged
 from uvimg.apps.procedures import Procedures
 from uvimg.apps.values import INLINE_BYTES, Received, Values, close, read_pieces, receive_bytes, whole
 from uvimg.coders import code_now
-from uvimg.core.access import AccessRules, Network, find_client, is_cross_site
+from uvimg.core.access import AccessRules, Network, find_client, is_cross_site, is_rebound
 from uvimg.core.coding import QUICK
 from uvimg.core.errors import (
     BadRequest,
@@ -79,9 +79,10 @@ _STORED = "無駄".encode()
 # Answers up to here are put together before they are sent, larger ones while they are.
 _GATHER_BYTES = 1 << 20
 _GATHER_KEYS = 1000
-# Bodies that are taken apart in memory: of one request, and of all at once.
+# Bodies that are taken apart in memory: of one request, and of all at once with the objects that are made of a line.
 _MAX_BODY_BYTES = 8 << 20
-_MAX_BODIES_BYTES = 64 << 20
+_MAX_BODIES_BYTES = 128 << 20
+_LINE_BYTES = 200
 _TOO_LARGE_A_BODY = f"A body has at most {_MAX_BODY_BYTES} bytes here; PUT a larger value by itself."
 
 _known_route = lru_cache(4096)(route)
@@ -162,7 +163,7 @@ class KeyValue:
             case Describe():
                 return await self._describe(query)
             case Unjar(database):
-                return await self._unjar(request, database)
+                return await self._take_apart(request, lambda body: self._unjar(body, database))
             case Squish():
                 await self.values.sweep()
                 return _answer_text(200, "Squished: what has expired is gone.")
@@ -171,9 +172,8 @@ class KeyValue:
             case Options(allow):
                 return Response(204, {"Allow": allow})
             case Call(procedure):
-                with self._holding() as hold:
-                    body = await hold(request)
-                    return await self._procedures.call(procedure, body, request.headers.get("content-type", ""))
+                kind = request.headers.get("content-type", "")
+                return await self._take_apart(request, lambda body: self._procedures.call(procedure, body, kind))
 
     def refuse(self, request: Request, error: UvimgError) -> Response:
         """An error as this path's dialect tells it. The body of the request may not have been read."""
@@ -201,10 +201,15 @@ class KeyValue:
         if writes and is_cross_site(request.headers):
             raise Forbidden("A page of another site may have asked for this.")
         rules = settings.write_rule if writes else settings.read_rule
-        if rules.allows_everybody:
+        # A browser says in Origin whose page writes; who is no browser may call this machine what he likes.
+        is_page = writes and "origin" in request.headers
+        if rules.allows_everybody and not is_page:
             return
-        if not rules.allows(find_client(request.peer, request.headers, settings.trusted_proxies)):
+        client = find_client(request.peer, request.headers, settings.trusted_proxies)
+        if not rules.allows(client):
             raise Forbidden()
+        if is_page and is_rebound(client, request.headers):
+            raise Forbidden("A page of another site may have asked for this.")
 
     # One value
 
@@ -319,9 +324,8 @@ class KeyValue:
                 if not left:
                     return
 
-    async def _unjar(self, request: Request, database: bytes) -> Response:
-        with self._holding() as hold:
-            keys = read_keys(await hold(request))
+    async def _unjar(self, body: bytes, database: bytes) -> Response:
+        keys = read_keys(body)
 
         async def pieces() -> AsyncIterator[bytes]:
             for key in keys:
@@ -338,33 +342,38 @@ class KeyValue:
 
         return Response(200, {"Content-Type": "application/octet-stream"}, await _gather(pieces()))
 
-    @contextlib.contextmanager
-    def _holding(self) -> "Iterator[_Hold]":
-        """Room for a body in memory, within what all of them may take."""
-        size = 0
+    async def _take_apart(self, request: Request, answer: Callable[[bytes], Awaitable[Response]]) -> Response:
+        """The answer to a body in memory. What is made of it lasts until the answer has gone, and counts until then."""
+        if (request.length or 0) > _MAX_BODY_BYTES:
+            raise TooLarge(_TOO_LARGE_A_BODY)
+        weight = 0
 
-        async def hold(request: Request) -> bytes:
-            nonlocal size
-            if (request.length or 0) > _MAX_BODY_BYTES:
-                raise TooLarge(_TOO_LARGE_A_BODY)
+        def let_go() -> None:
+            nonlocal weight
+            self._held -= weight
+            weight = 0
+
+        response = None
+        try:
             held: list[bytes] = []
+            size = 0
             async for piece in request.body:
                 size += len(piece)
-                self._held += len(piece)
                 if size > _MAX_BODY_BYTES:
                     raise TooLarge(_TOO_LARGE_A_BODY)
+                more = len(piece) + _LINE_BYTES * piece.count(b"\n")
+                weight += more
+                self._held += more
                 if self._held > _MAX_BODIES_BYTES:
                     raise Overloaded()
                 held.append(piece)
-            return b"".join(held)
-
-        try:
-            yield hold
+            response = await answer(b"".join(held))
+            if isinstance(response.body, Pieces):
+                response.body = Pieces(response.body.pieces, let_go)
+            return response
         finally:
-            self._held -= size
-
-
-_Hold = Callable[[Request], Awaitable[bytes]]
+            if response is None or not isinstance(response.body, Pieces):
+                let_go()
 
 
 async def _gather(pieces: AsyncIterator[bytes]) -> bytes | Pieces:

@@ -291,7 +291,7 @@ async def _answer_records(
     waiting: _Result | None = None
     async for name, content in results:
         count += 1
-        if not isinstance(content, bytes) or size > _GATHER_BYTES:
+        if not isinstance(content, bytes) or size + len(content) > _GATHER_BYTES:
             waiting = name, content
             break
         held.append((name, content))

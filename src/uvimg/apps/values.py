@@ -32,6 +32,9 @@ _SWEEP_EVERY_S = 1.0
 # A multiple of three, so that base64 of pieces is base64 of all.
 _PIECE_BYTES = 196_608
 
+# Looks at the bytes of one and the same record: between two another process may delete and store it again.
+_MOST_TRIES = 3
+
 # Raises where a change may not be, by the record that is there.
 Allow = Callable[[Record | None], None]
 
@@ -64,20 +67,25 @@ class Values:
     # Reading
 
     async def record(self, name: bytes) -> Record | None:
-        record = await self.store.record(name)
+        return self._live(await self.store.record(name))
+
+    def _live(self, record: Record | None) -> Record | None:
+        """A record by the clock of now; in a transaction, which may have waited for its turn, of its own now."""
         return record if record is not None and record.is_live(self.clock()) else None
 
     async def read(self, name: bytes) -> tuple[Record, Content] | None:
         """A value and its record; a file among it is the caller's to close."""
         record = await self.record(name)
+        tries = 0
         while record is not None:
             content = await self.content(record)
             if content is not None:
                 return record, content
-            # It has been replaced since, else its bytes are lost.
+            # It has been replaced since, perhaps by an equal one; else its bytes are lost.
             before, record = record, await self.record(name)
-            if record == before:
-                log.error("the blob %s is missing from the store, or cut", record.digest.hex())
+            tries = tries + 1 if record == before else 0
+            if tries == _MOST_TRIES:
+                log.error("the blob %s is missing from the store, or cut", before.digest.hex())
                 raise UvimgError("The value's bytes are missing from the store.")
         return None
 
@@ -137,13 +145,16 @@ class Values:
         """The live record before, and the one now: None where its time had come already."""
         now_s = self.now_s()
         record = make_record(received, media_type, now_s, expires_s)
+        before: Record | None = None
 
         def decide(_: bytes, old: Record | None) -> Record | None:
-            allow(old if old is not None and old.is_live(now_s) else None)
+            nonlocal before
+            before = self._live(old)
+            allow(before)
             return record
 
-        ((old, _),) = await self.store.change([name], decide, received.blob)
-        return old if old is not None and old.is_live(now_s) else None, record
+        await self.store.change([name], decide, received.blob)
+        return before, record
 
     async def write_all(self, database: bytes, values: dict[bytes, bytes], expires_s: int | None) -> None:
         """Small values, all at once."""
@@ -164,7 +175,7 @@ class Values:
         now_s = self.now_s()
 
         def decide(_: bytes, old: Record | None) -> Record | None:
-            made = make(old if old is not None and old.is_live(now_s) else None)
+            made = make(self._live(old))
             if made is None:
                 return None
             return make_record(receive_bytes(made[0]), made[1], now_s, expires_s)
@@ -182,7 +193,7 @@ class Values:
                 raise _TooLong
             else:
                 data, media_type = old.inline + suffix, old.type
-            if len(data) > INLINE_BYTES:
+            if len(data) > min(INLINE_BYTES, self.max_bytes):
                 raise _TooLong
             return data, media_type
 
@@ -221,13 +232,15 @@ class Values:
 
     async def remove(self, name: bytes, allow: Allow) -> Record | None:
         """Take a value away; the live record that there was."""
-        now_s = self.now_s()
+        before: Record | None = None
 
         def decide(_: bytes, old: Record | None) -> None:
-            allow(old if old is not None and old.is_live(now_s) else None)
+            nonlocal before
+            before = self._live(old)
+            allow(before)
 
-        ((old, _),) = await self.store.change([name], decide)
-        return old if old is not None and old.is_live(now_s) else None
+        await self.store.change([name], decide)
+        return before
 
     async def remove_all(self, names: Sequence[bytes]) -> int:
         """Take names away, all at once; how many of them were live."""
@@ -255,9 +268,11 @@ class Values:
         return None
 
     async def clear(self, database: bytes) -> None:
-        """Take all of a database away, in steps."""
+        """Take all of a database away, in steps. What is written behind its back stays: it comes to an end."""
         beginning = values_prefix(database)
-        while page := await self.store.scan(beginning, limit=_STEP):
+        last = b""
+        while page := await self.store.scan(beginning, last, _STEP):
+            last = page[-1][0]
             await self.store.change([name for name, _ in page], lambda name, old: None)
 
     # What has expired

@@ -57,6 +57,9 @@ class _End(msgspec.Struct, forbid_unknown_fields=True):
     end: _Totals
 
 
+# What msgspec raises at bytes from anybody: also where brackets are nested too deep, and where it is no UTF-8.
+_UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+
 _encode = msgspec.json.Encoder().encode
 _decode_line = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -95,7 +98,7 @@ def _spell(name: bytes) -> tuple[str | None, str | None]:
 def check_head(line: bytes) -> None:
     try:
         head = msgspec.json.decode(line, type=_Head)
-    except msgspec.DecodeError:
+    except _UNREADABLE:
         raise BadDump("this is no dump of values") from None
     if head.uvimg != "values" or head.version != 1:
         raise BadDump("this is no dump of values that this version knows")
@@ -112,7 +115,7 @@ def decode_line(line: bytes) -> Entry | bytes | _Totals:
         if "more" in names:
             return unpack(msgspec.json.decode(line, type=_More).more)
         return msgspec.json.decode(line, type=Entry)
-    except msgspec.DecodeError:
+    except _UNREADABLE:
         raise BadDump("this is no line of a dump") from None
 
 

@@ -31,7 +31,7 @@ MAX_DATABASE_BYTES = 100
 # Of a body that is taken apart; each is an object or two.
 MAX_LINES = 100_000
 # An HTTP date has four digits for the year.
-_LAST_SECOND = 253_402_300_799
+LAST_SECOND = 253_402_300_799
 
 MISSING = "These aren't your ghosts."
 NO_RECORDS = "No records found"
@@ -248,7 +248,9 @@ def read_keys(body: bytes) -> list[bytes]:
     """The keys of a body, a line each, spelled as `show_key` spells them."""
     if body.count(b"\n") > MAX_LINES:
         raise TooLarge(f"A body has at most {MAX_LINES} lines.")
-    return [unquote_to_bytes(line) for line in body.removesuffix(b"\n").split(b"\n")] if body else []
+    lines = body.removesuffix(b"\n").split(b"\n") if body else []
+    # One that is longer can be no key; and to decode it would take 75 times its size in memory.
+    return [unquote_to_bytes(line) if len(line) <= 3 * MAX_KEY_BYTES else line for line in lines]
 
 
 _LIMIT = re.compile(r"[1-9]\d{0,11}", re.ASCII)
@@ -282,7 +284,7 @@ def read_expiry(headers: Mapping[str, str], now_s: int) -> int | None:
             return None
         if text.startswith("-"):
             text, offset_from = text[1:], now_s
-    if not _SECONDS.fullmatch(text) or int(text) + offset_from > _LAST_SECOND:
+    if not _SECONDS.fullmatch(text) or int(text) + offset_from > LAST_SECOND:
         raise BadRequest(NOT_A_TIME)
     return int(text) + offset_from
 
@@ -305,9 +307,9 @@ def read_type(headers: Mapping[str, str]) -> str:
     return text
 
 
-# Types that no browser runs anything of.
+# Types that no browser runs anything of. Without a comma: a browser reads a list of types there, and takes the last.
 _INERT = re.compile(
-    r"(?:text/plain|application/(?:octet-stream|json|x-www-form-urlencoded)|(?:image/(?!svg)|audio/|video/|font/)[\w.+-]+)\s*(?:;.*)?",
+    r"(?:text/plain|application/(?:octet-stream|json|x-www-form-urlencoded)|(?:image/(?!svg)|audio/|video/|font/)[\w.+-]+)\s*(?:;[^,]*)?",
     re.IGNORECASE | re.ASCII,
 )
 

@@ -13,10 +13,10 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Literal
-from urllib.parse import quote_from_bytes, unquote_to_bytes
+from urllib.parse import quote_from_bytes
 
 from uvimg.core.errors import BadRequest, LogicalError, TooLarge
-from uvimg.core.keyvalue import DEFAULT, MAX_LINES, NOT_A_TIME, check_database
+from uvimg.core.keyvalue import DEFAULT, LAST_SECOND, MAX_LINES, NOT_A_TIME, check_database
 
 Coding = Literal["", "U", "B"]
 Fields = Sequence[tuple[bytes, bytes]]
@@ -33,7 +33,6 @@ TYPE = "text/tab-separated-values"
 _COLENC = re.compile(r";\s*colenc=\"?([A-Za-z])\"?\s*(?:;|\Z)", re.IGNORECASE)
 # A hundred years: what adds more to a time means no time at all.
 _LONGEST_S = 3_155_760_000
-_LAST_SECOND = 253_402_300_799
 
 
 def read_coding(content_type: str) -> Coding:
@@ -64,24 +63,49 @@ def decode_fields(body: bytes, coding: Coding) -> list[tuple[bytes, bytes]]:
             fields.append((_decode(name, coding), _decode(value, coding)))
         except binascii.Error:
             raise BadRequest(f"Line {number} is no base64.") from None
+        except _Stray:
+            raise BadRequest(f"Line {number} is not URL-encoded: a % has two hex digits behind it.") from None
     return fields
 
 
 def _decode(column: bytes, coding: Coding) -> bytes:
     if coding == "B":
         return base64.b64decode(column, validate=True)
-    return unquote_to_bytes(column) if coding == "U" else column
+    return _unquote(column) if coding == "U" else column
+
+
+class _Stray(Exception):
+    """A % that encodes nothing."""
+
+
+_STRAY = re.compile(rb"%(?![0-9A-Fa-f]{2})")
+
+
+def _unquote(column: bytes) -> bytes:
+    """What urllib does, which takes 75 bytes of memory for each that it is given: 600 MB and a second for a body."""
+    if b"%" not in column:
+        return column
+    if _STRAY.search(column):
+        raise _Stray
+    # Quoted-printable is the same with another sign, and the standard library has that in C.
+    return binascii.a2b_qp(column.replace(b"=", b"=3D").replace(b"%", b"="))
 
 
 _PLAIN = re.compile(rb"[^\x00-\x1f\x7f]*")
+# What URL encoding leaves as it is. It is made at 50 ns a byte, base64 at one: beyond this the shorter one would
+# keep everybody else waiting.
+_KEPT = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-~"
+_LONGEST_QUOTED = 65_536
 
 
 def choose_coding(fields: Fields) -> Coding:
-    """None where nothing needs one, else the shorter one."""
+    """None where nothing needs one, else the shorter one; base64 where there is much."""
     columns = [column for field in fields for column in field]
     if all(_PLAIN.fullmatch(column) for column in columns):
         return ""
-    by_url = sum(len(quote_from_bytes(column, safe="")) for column in columns)
+    if sum(map(len, columns)) > _LONGEST_QUOTED:
+        return "B"
+    by_url = sum(len(column) + 2 * len(column.translate(None, _KEPT)) for column in columns)
     return "U" if by_url <= sum((len(column) + 2) // 3 * 4 for column in columns) else "B"
 
 
@@ -163,7 +187,7 @@ class Arguments:
         if seconds is None or seconds > _LONGEST_S:
             return None
         at = now_s + seconds if seconds >= 0 else -seconds
-        if at > _LAST_SECOND:
+        if at > LAST_SECOND:
             raise BadRequest(NOT_A_TIME)
         return at
 

@@ -161,11 +161,22 @@ def choose_answer(
 
 
 def allows_change(headers: Mapping[str, str], etag: str | None) -> bool:
-    """Whether a write or a removal may go on, where the representation has this ETag, None for there being none."""
-    if (match := headers.get("if-match")) is not None and (etag is None or not _lists(match, etag, weak=False)):
+    """Whether a write or a removal may go on, where what is there has this ETag uncoded, None for there being none.
+
+    The ETag of any coding of it will do: a client that accepts one was never told another.
+    """
+    if (match := headers.get("if-match")) is not None and (etag is None or not _means(match, etag, weak=False)):
         return False
     none_match = headers.get("if-none-match")
-    return none_match is None or etag is None or not _lists(none_match, etag, weak=True)
+    return none_match is None or etag is None or not _means(none_match, etag, weak=True)
+
+
+def _means(field: str, etag: str, *, weak: bool) -> bool:
+    """Whether an If-Match or If-None-Match field lists this ETag, or that of a coding (`name_etag`)."""
+    start = f"{etag[1:-1]}-"
+    return _lists(field, etag, weak=weak) or any(
+        tag.startswith(start) and (weak or not is_weak) for is_weak, tag in _tags(field)
+    )
 
 
 def _lists(field: str, etag: str, *, weak: bool) -> bool:

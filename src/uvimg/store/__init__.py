@@ -44,7 +44,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 # What becomes of a name that had this record: its new record, the same one for no change, None for none. It may be
-# asked more than once, in any thread, and is a pure function: a backend may have to try again.
+# asked more than once, in any thread, for a backend may have to try again: the last answer is the one that counts.
 Decide = Callable[[bytes, Record | None], Record | None]
 
 

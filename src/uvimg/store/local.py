@@ -71,6 +71,7 @@ class LocalStore:
 
     def __init__(self, path: str, *, create: bool = True, durability: Durability = "commit") -> None:
         self._path = Path(path)
+        self._is_synced = durability == "commit"
         if not create and not (self._path / "format").exists():
             raise StoreDown(f"There is no store in {path}.")
         try:
@@ -82,7 +83,7 @@ class LocalStore:
                 max_dbs=5,
                 max_readers=1024,
                 readahead=False,
-                metasync=durability == "commit",
+                metasync=self._is_synced,
             )
             self._names, self._small, self._uses = (self._env.open_db(key) for key in (b"names", b"small", b"uses"))
             self._groups, self._due = self._env.open_db(b"groups"), self._env.open_db(b"due", dupsort=True)
@@ -308,12 +309,19 @@ class LocalStore:
             return
         txn.put(record.digest, _USES.pack(count, record.size), db=self._uses)
         if count == 0:
-            batch.unused.append(record.digest)
+            batch.unused.add(record.digest)
 
-    def _remove_unused(self, txn: lmdb.Transaction, digest: Digest) -> bool:
-        """Remove a large blob that no name points at, under the writer's lock. Whether it was so."""
-        if self._uses_of(txn, digest)[0]:
+    def _remove_unused(self, txn: lmdb.Transaction, batch: "_Batch", digest: Digest) -> bool:
+        """Remove a large blob that no name points at, under the writer's lock. Whether it was so.
+
+        Not one that lost its last name in this very transaction, which may still fail: it has its turn in another.
+        """
+        if self._uses_of(txn, digest)[0] or digest in batch.unused:
             return False
+        if not self._is_synced and not batch.synced:
+            # With the durability "os" a power cut may undo the commit that took the last name away: not after this.
+            self._env.sync(True)
+            batch.synced = True
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path / "blobs" / blob_path(digest))
         txn.delete(digest, db=self._uses)
@@ -321,7 +329,7 @@ class LocalStore:
 
     def _drop(self, digest: Digest) -> None:
         """Look again, later, whether anybody names a blob whose upload was given up."""
-        self._writer.submit_unheard(lambda txn, batch: self._remove_unused(txn, digest))
+        self._writer.submit_unheard(lambda txn, batch: self._remove_unused(txn, batch, digest))
 
     # Long walks, a step at a time
 
@@ -444,7 +452,7 @@ class LocalStore:
             yield Finding(path, "the remains of an interrupted upload")
 
     def _unused_remover(self, digest: Digest) -> "Callable[[lmdb.Transaction, _Batch], bool]":
-        return lambda txn, batch: self._remove_unused(txn, digest)
+        return lambda txn, batch: self._remove_unused(txn, batch, digest)
 
     def _files(self) -> Iterator[str]:
         """The files of large blobs, as `blob_path` spells them."""
@@ -602,7 +610,9 @@ class _Batch:
     """What the changes of one transaction ask for beside it."""
 
     folders: set[Path] = field(default_factory=set)
-    unused: list[Digest] = field(default_factory=list)
+    unused: set[Digest] = field(default_factory=set)
+    # All that was committed before is on the disk.
+    synced: bool = False
 
 
 _Change = Callable[[lmdb.Transaction, _Batch], Any]
@@ -612,7 +622,9 @@ _Job = tuple[_Change, "asyncio.Future[Any] | None"]
 class _Writer:
     """The one thread that changes the store. Whoever submits a change hears of it when it is on the disk."""
 
-    def __init__(self, env: lmdb.Environment, remove_unused: Callable[[lmdb.Transaction, Digest], bool]) -> None:
+    def __init__(
+        self, env: lmdb.Environment, remove_unused: "Callable[[lmdb.Transaction, _Batch, Digest], bool]"
+    ) -> None:
         self._env, self._remove_unused = env, remove_unused
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="uvimg-store-writer", daemon=True)
@@ -637,7 +649,7 @@ class _Writer:
         self._thread.join()
 
     def _remover(self, digest: Digest) -> _Change:
-        return lambda txn, _: self._remove_unused(txn, digest)
+        return lambda txn, batch: self._remove_unused(txn, batch, digest)
 
     def _run(self) -> None:
         going_on = True

@@ -103,6 +103,10 @@ class MemoryStore:
                 self._counts[new.digest] += 1
             if new.expires_s:
                 heapq.heappush(self._due, (new.expires_s, name))
+                if len(self._due) > 2 * len(self._names) + 1000:
+                    # Most are of records that have been replaced since.
+                    self._due = [(each.expires_s, key) for key, each in self._names.items() if each.expires_s]
+                    heapq.heapify(self._due)
         if old is not None and old.inline is None:
             self._release(old)
 

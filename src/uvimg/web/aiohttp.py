@@ -29,6 +29,7 @@ from uvimg.core.negotiate import http_date
 from uvimg.service import Service
 from uvimg.web import WebSettings, name_peer
 from uvimg.web.bodies import PIECE_BYTES, read_paced, read_piece
+from uvimg.web.connections import reset_at_end
 from uvimg.web.gate import Gate, Gates
 from uvimg.web.listen import close_servers
 from uvimg.web.memo import Memo, Watch, is_memorable
@@ -278,8 +279,14 @@ class _PiecesAnswer(web.StreamResponse):
         super().__init__(status=response.status, headers=response.headers)
         self._response = response
         self._pieces: Pieces | None = body
+        self._transport: asyncio.Transport | None = None
+
+    def __del__(self) -> None:
+        # Of a client that was gone before aiohttp wrote anything.
+        self._response.release()
 
     async def prepare(self, request: web.BaseRequest) -> Any:
+        self._transport = request.transport
         if request.version >= (1, 1):
             self.enable_chunked_encoding()
         else:
@@ -294,6 +301,11 @@ class _PiecesAnswer(web.StreamResponse):
             if pieces is not None:
                 async for piece in pieces.pieces:
                     await self.write(piece)
+        except BaseException:
+            if self._transport is not None:
+                reset_at_end(self._transport.get_extra_info("socket"))
+                self._transport.abort()
+            raise
         finally:
             self._response.release()
         await super().write_eof(data)

@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 import logging
 import select
+import socket
+import struct
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from uvimg.core.deadlines import Timed
@@ -19,6 +21,8 @@ from uvimg.web.drain import Drain
 
 log = logging.getLogger("uvimg.web")
 
+# SO_LINGER for no time at all.
+_AT_ONCE = struct.pack("ii", 1, 0)
 # How late a deadline may be noticed.
 _WATCH_S = 0.25
 
@@ -119,6 +123,15 @@ def has_unread(descriptor: int) -> bool:
     return bool(poll.poll(0))
 
 
+def reset_at_end(connection: Any) -> None:
+    """Have a socket reset its connection when it is closed: an answer that was cut off must not look whole.
+
+    It would to HTTP/1.0, where a body of a size that nobody knew before ends with its connection.
+    """
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+
+
 class Connection(Timed, asyncio.Protocol):
     """One connection on a transport: what it does when a deadline comes or passes, and how it ends."""
 
@@ -194,8 +207,11 @@ class Connection(Timed, asyncio.Protocol):
         overdue = self.find_overdue(self._transport.get_write_buffer_size(), now)
         if overdue == "head":
             self._refuse(RequestTimeout("The head of the request arrived too slowly."))
-        elif overdue is not None:
+        elif overdue == "taking":
             self.abort()
+        elif overdue is not None:
+            # All of what was said has been taken.
+            self._transport.abort()
 
     def close_idle(self) -> None:
         if self._transport is not None and self.is_idle and not self._transport.is_closing():
@@ -207,6 +223,9 @@ class Connection(Timed, asyncio.Protocol):
 
     def abort(self) -> None:
         if self._transport is not None:
+            # Of one that has been told all and waits for its client's end nothing is cut off.
+            if self.awaited != "end":
+                reset_at_end(self._transport.get_extra_info("socket"))
             self._transport.abort()
 
     # Beginnings and ends

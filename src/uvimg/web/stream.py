@@ -11,6 +11,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from typing import Self
 
+from uvimg.web.connections import reset_at_end
 from uvimg.web.tls import RECORD_BYTES, Tls
 
 _PIECE_BYTES = 65_536
@@ -103,6 +104,10 @@ class Stream:
     def end(self) -> None:
         """No more will be written; the peer may still be read."""
         self._socket.shutdown(socket.SHUT_WR)
+
+    def reset_at_end(self) -> None:
+        """What was written last is no end: see `connections.reset_at_end`."""
+        reset_at_end(self._socket)
 
     def close(self) -> None:
         if self._watched:

@@ -301,10 +301,14 @@ class _Conversation(Timed):
         if head is not None and head.method == "HEAD":
             body = b""
         if isinstance(body, Pieces):
-            async for piece in encode_pieces(body, is_1_0=is_1_0):
-                await self._write(stream, start + piece)
-                start = b""
-            await self._write(stream, start)
+            try:
+                async for piece in encode_pieces(body, is_1_0=is_1_0):
+                    await self._write(stream, start + piece)
+                    start = b""
+                await self._write(stream, start)
+            except BaseException:
+                stream.reset_at_end()
+                raise
             return None
         if not isinstance(body, FilePart):
             await self._write(stream, start + body)
