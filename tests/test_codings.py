@@ -196,6 +196,20 @@ def test_a_client_that_has_the_version_before_gets_the_difference(start_server: 
     assert docs.get("/app/book.html", "zstd, dcz", **have).headers["Content-Encoding"] == "zstd"
 
 
+def test_the_copies_of_a_dictionary_go_with_it(start_server: Callable[..., Server]) -> None:
+    server = start_server(apps=("documents",), coded_copies="first")
+    docs = Docs(server, "")
+    for number in range(6):
+        docs.put("/a.html", PAGE + b"%d" % number, Use_As_Dictionary='match="/*"')
+        docs.get("/a.html", "gzip")
+        wait_until(lambda number=number: len(names(server, b"codings/")) == min(number + 1, 5))
+    # The last, and four before it.
+    assert len(names(server, b"dictionaries/")) == 5
+    docs.delete("/a.html")
+    assert not names(server, b"dictionaries/")
+    assert not names(server, b"codings/")
+
+
 def test_the_zstd_program_decodes_a_difference(start_server: Callable[..., Server], tmp_path: Path) -> None:
     need("zstd", "zstd")
     docs = Docs(start_server(apps=("documents",)), "")

@@ -283,8 +283,7 @@ class Documents:
 
         ((old, _),) = await self._store.change([document_name(query.path)], remove)
         assert old is not None
-        await _forget_dictionaries(self._store, set(_versions(old)))
-        await self._codings.forget(old.digest)
+        await _forget(self._store, self._codings, old, None)
         return Response(204)
 
 
@@ -315,9 +314,8 @@ async def replace_document(
     assert new is not None
     if facts.use:
         await store.bind([dictionary_name(digest)], plain)
-    if old is not None and old.digest != digest:
-        await _forget_dictionaries(store, set(_versions(old)) - set(_versions(new)))
-        await codings.forget(old.digest)
+    if old is not None:
+        await _forget(store, codings, old, new)
     return old, new
 
 
@@ -329,9 +327,13 @@ def _versions(record: Record | None) -> tuple[Digest, ...]:
     return (*((record.digest,) if facts.use else ()), *facts.versions)
 
 
-async def _forget_dictionaries(store: Store, digests: set[Digest]) -> None:
+async def _forget(store: Store, codings: Codings, old: Record, new: Record | None) -> None:
+    """Let go of what a document had before: dictionaries that it no longer holds, and the copies of all of them."""
+    digests = sorted(set(_versions(old)) - set(_versions(new)))
     if digests:
-        await store.unbind([dictionary_name(digest) for digest in sorted(digests)])
+        await store.unbind([dictionary_name(digest) for digest in digests])
+    for digest in {old.digest, *digests}:
+        await codings.forget(digest)
 
 
 # Reading and telling
