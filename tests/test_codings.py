@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 import zstandard
@@ -145,13 +146,30 @@ def test_who_goes_away_stops_the_coding_and_too_many_are_told_so(start_server: C
     wait_until(all_refused)
     # One is at work, a hundred wait.
     assert len(refused) == 19
-    # Others are served meanwhile.
+    # Others are served meanwhile, and who did not choose by hand also coded.
     assert docs.get("/book.html").content == BOOK
+    assert docs.get("/book.html", "zstd").headers["Content-Encoding"] == "zstd"
     for client in clients:
         client.close()
     # There is room for one at a time: all of these leave it.
-    wait_until(lambda: docs.get("/book.html", "zstd").status_code == 200)
-    assert decode(docs.get("/book.html", "zstd")) == BOOK
+    wait_until(lambda: docs.get("/book.html?compression=zstd").status_code == 200)
+
+
+def test_what_there_is_no_room_to_code_is_sent_as_it_is(start_server: Callable[..., Server]) -> None:
+    server = start_server(apps=("documents",), coded_copies="none", coding_memory="1 MiB")
+    docs = Docs(server, "")
+    text = Random(6).randbytes(8_000_000).hex().encode()
+    docs.put("/long.txt", text)
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        # It takes the beginning, and no more.
+        client.sendall(b"GET /long.txt HTTP/1.1\r\nHost: x\r\nAccept-Encoding: zstd\r\n\r\n")
+        assert client.recv(12) == b"HTTP/1.1 200"
+        plain = docs.get("/long.txt", "zstd")
+        assert (plain.status_code, plain.headers.get("Content-Encoding")) == (200, None)
+        assert plain.headers["Vary"] == "Accept-Encoding"
+        assert plain.content == text
+        assert docs.get("/long.txt", "zstd, identity;q=0").status_code == 503
+    wait_until(lambda: docs.get("/long.txt", "zstd").headers.get("Content-Encoding") == "zstd")
 
 
 def test_what_takes_long_is_sent_while_it_is_made(start_server: Callable[..., Server]) -> None:
