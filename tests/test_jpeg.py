@@ -295,11 +295,11 @@ PLAIN = Source("jpeg", 800, 600)
         (Params(w=100), Source("png", 800, 600), Rules(), "libvips"),
         (Params(w=100), Source("jpeg", 800, 600, managed=True), Rules(), "libvips"),
         # As much as is held in memory, and more.
-        (Params(w=1500, h=1500, p=0), Source("jpeg", 2800, 2900), Rules(), "jpeg"),
-        (Params(w=1500, h=1500, p=0), Source("jpeg", 2900, 2900), Rules(), "libvips"),
-        (Params(w=1500, h=1500, p=0, g=1), Source("jpeg", 2900, 2900), Rules(), "jpeg"),
-        (Params(w=1001), Source("jpeg", 8000, 8000), Rules(), "libvips"),
-        (Params(w=999), Source("jpeg", 8000, 8000), Rules(), "jpeg"),
+        (Params(w=750, h=750, p=0), Source("jpeg", 1400, 1480), Rules(), "jpeg"),
+        (Params(w=750, h=750, p=0), Source("jpeg", 1450, 1450), Rules(), "libvips"),
+        (Params(w=750, h=750, p=0, g=1), Source("jpeg", 1450, 1450), Rules(), "jpeg"),
+        (Params(w=701), Source("jpeg", 5600, 5600), Rules(), "libvips"),
+        (Params(w=699), Source("jpeg", 5600, 5600), Rules(), "jpeg"),
     ],
 )
 def test_only_what_it_does_well_goes_to_the_jpeg_engine(
