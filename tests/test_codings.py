@@ -14,12 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 import zstandard
 
 from bench.prose import write_book
 from tests.conftest import Server
 from tests.test_documents import PAGE, Docs, decode, wait_until
+from uvimg.apps.codings import Codings
+from uvimg.apps.documents import Facts, replace_document
+from uvimg.coders import Coders
+from uvimg.core.document import document_name
 from uvimg.store import open_store
 
 # Longer than one step of a coder, and than what is read at once.
@@ -226,6 +231,31 @@ def test_the_copies_of_a_dictionary_go_with_it(start_server: Callable[..., Serve
     docs.delete("/a.html")
     assert not names(server, b"dictionaries/")
     assert not names(server, b"codings/")
+
+
+def test_versions_that_come_at_once_leave_the_dictionaries_that_their_document_tells_of(tmp_path: Path) -> None:
+    async def put_many() -> None:
+        store, coders = open_store(f"local:{tmp_path / 'data'}"), Coders(1)
+        codings = Codings(store, coders, 3, "none")
+
+        async def put(number: int) -> None:
+            async with store.incoming() as incoming:
+                await incoming.write(b"%d" % number)
+                facts = Facts(use='match="/*"')
+                await replace_document(store, codings, document_name("a"), incoming, "text/plain", facts)
+
+        try:
+            await asyncio.gather(*map(put, range(20)))
+            last = await store.record(document_name("a"))
+            assert last is not None
+            told = {last.digest, *msgspec.msgpack.decode(last.facts, type=Facts).versions}
+            assert {record.digest for _, record in await store.scan(b"dictionaries/")} == told
+            assert len(told) == 5
+        finally:
+            coders.close()
+            await store.close()
+
+    asyncio.run(put_many())
 
 
 def test_the_zstd_program_decodes_a_difference(start_server: Callable[..., Server], tmp_path: Path) -> None:

@@ -303,17 +303,19 @@ async def replace_document(
     digest = await incoming.finish()
     plain = Record(digest, incoming.size, media_type, int(time.time()))
 
-    def replace(_: bytes, old: Record | None) -> Record:
+    def replace(changed: bytes, old: Record | None) -> Record:
+        if changed != name:
+            return plain
         check(old)
         # Clients may still have versions before it as a dictionary.
         versions = tuple(known for known in _versions(old) if known != digest)[:MOST_VERSIONS]
         known = msgspec.structs.replace(facts, versions=versions)
         return plain if known == _NO_FACTS else msgspec.structs.replace(plain, facts=_encode_facts(known))
 
-    ((old, new),) = await store.change([name], replace, incoming)
+    # At once: whoever replaces it in the next moment must find the dictionary to let go of.
+    names = [name, dictionary_name(digest)] if facts.use else [name]
+    (old, new), *_ = await store.change(names, replace, incoming)
     assert new is not None
-    if facts.use:
-        await store.bind([dictionary_name(digest)], plain)
     if old is not None:
         await _forget(store, codings, old, new)
     return old, new
