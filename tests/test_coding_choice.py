@@ -127,6 +127,7 @@ def test_a_use_is_read_as_it_is_written(field: str) -> None:
     [
         *("", "match", "match=/a", 'match="relative"', 'id="x"', 'match="/a" id="b"', 'match="/a",', 'match="/(a+)"'),
         *('match="/a", type=zip', 'match="/\x7f"', 'match="/a", id="' + "x" * 1025 + '"', 'match="https://other/"'),
+        *('match="//other/*"', 'match="/\\\\other/*"'),
     ],
 )
 def test_a_use_that_no_client_would_heed_is_refused(field: str) -> None:

@@ -12,13 +12,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
+import msgspec
 import pytest
 import zstandard
 
 from bench.prose import write_book
 from tests.conftest import Server
 from tests.test_documents import PAGE, Docs, decode, wait_until
+from uvimg.apps.codings import Codings
+from uvimg.apps.documents import Facts, replace_document
+from uvimg.coders import Coders
+from uvimg.core.document import document_name
 from uvimg.store import open_store
 
 # Longer than one step of a coder, and than what is read at once.
@@ -145,13 +151,30 @@ def test_who_goes_away_stops_the_coding_and_too_many_are_told_so(start_server: C
     wait_until(all_refused)
     # One is at work, a hundred wait.
     assert len(refused) == 19
-    # Others are served meanwhile.
+    # Others are served meanwhile, and who did not choose by hand also coded.
     assert docs.get("/book.html").content == BOOK
+    assert docs.get("/book.html", "zstd").headers["Content-Encoding"] == "zstd"
     for client in clients:
         client.close()
     # There is room for one at a time: all of these leave it.
-    wait_until(lambda: docs.get("/book.html", "zstd").status_code == 200)
-    assert decode(docs.get("/book.html", "zstd")) == BOOK
+    wait_until(lambda: docs.get("/book.html?compression=zstd").status_code == 200)
+
+
+def test_what_there_is_no_room_to_code_is_sent_as_it_is(start_server: Callable[..., Server]) -> None:
+    server = start_server(apps=("documents",), coded_copies="none", coding_memory="1 MiB")
+    docs = Docs(server, "")
+    text = Random(6).randbytes(8_000_000).hex().encode()
+    docs.put("/long.txt", text)
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        # It takes the beginning, and no more.
+        client.sendall(b"GET /long.txt HTTP/1.1\r\nHost: x\r\nAccept-Encoding: zstd\r\n\r\n")
+        assert client.recv(12) == b"HTTP/1.1 200"
+        plain = docs.get("/long.txt", "zstd")
+        assert (plain.status_code, plain.headers.get("Content-Encoding")) == (200, None)
+        assert plain.headers["Vary"] == "Accept-Encoding"
+        assert plain.content == text
+        assert docs.get("/long.txt", "zstd, identity;q=0").status_code == 503
+    wait_until(lambda: docs.get("/long.txt", "zstd").headers.get("Content-Encoding") == "zstd")
 
 
 def test_what_takes_long_is_sent_while_it_is_made(start_server: Callable[..., Server]) -> None:
@@ -194,6 +217,45 @@ def test_a_client_that_has_the_version_before_gets_the_difference(start_server: 
     docs.delete("/app/book.html")
     docs.put("/app/book.html", new)
     assert docs.get("/app/book.html", "zstd, dcz", **have).headers["Content-Encoding"] == "zstd"
+
+
+def test_the_copies_of_a_dictionary_go_with_it(start_server: Callable[..., Server]) -> None:
+    server = start_server(apps=("documents",), coded_copies="first")
+    docs = Docs(server, "")
+    for number in range(6):
+        docs.put("/a.html", PAGE + b"%d" % number, Use_As_Dictionary='match="/*"')
+        docs.get("/a.html", "gzip")
+        wait_until(lambda number=number: len(names(server, b"codings/")) == min(number + 1, 5))
+    # The last, and four before it.
+    assert len(names(server, b"dictionaries/")) == 5
+    docs.delete("/a.html")
+    assert not names(server, b"dictionaries/")
+    assert not names(server, b"codings/")
+
+
+def test_versions_that_come_at_once_leave_the_dictionaries_that_their_document_tells_of(tmp_path: Path) -> None:
+    async def put_many() -> None:
+        store, coders = open_store(f"local:{tmp_path / 'data'}"), Coders(1)
+        codings = Codings(store, coders, 3, "none")
+
+        async def put(number: int) -> None:
+            async with store.incoming() as incoming:
+                await incoming.write(b"%d" % number)
+                facts = Facts(use='match="/*"')
+                await replace_document(store, codings, document_name("a"), incoming, "text/plain", facts)
+
+        try:
+            await asyncio.gather(*map(put, range(20)))
+            last = await store.record(document_name("a"))
+            assert last is not None
+            told = {last.digest, *msgspec.msgpack.decode(last.facts, type=Facts).versions}
+            assert {record.digest for _, record in await store.scan(b"dictionaries/")} == told
+            assert len(told) == 5
+        finally:
+            coders.close()
+            await store.close()
+
+    asyncio.run(put_many())
 
 
 def test_the_zstd_program_decodes_a_difference(start_server: Callable[..., Server], tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,58 @@ def test_a_file_takes_the_name_that_it_is_put_under(start_server: Callable[..., 
     assert run("site/index.html", f"{server.url}/docs/into/", folder=site).returncode == 0
     assert server.get("/docs/other.txt").headers["Content-Type"] == "text/plain; charset=utf-8"
     assert server.get("/docs/into/index.html").status_code == 200
+    # A URL is quoted already.
+    assert run("site/index.html", f"{server.url}/docs/a%20b%25.txt", folder=site).returncode == 0
+    assert [entry["name"] for entry in server.get("/docs/?list&limit=1").json()["entries"]] == ["a b%.txt"]
+
+
+def test_a_link_to_a_folder_is_left_out_and_told(site: Path) -> None:
+    (site / "site" / "round").symlink_to(site / "site")
+    done = run("--store=local:data", "site", "/manual/", folder=site)
+    assert done.stdout.startswith("put 2 documents")
+    assert "round: left out, it is a link to a folder" in done.stderr
+
+
+class Elsewhere(BaseHTTPRequestHandler):
+    """A server that sends whoever puts something to a page which all may get, and says odd things."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        body = b'{"detail": "\x1b[2J\xff"}'
+        if self.path.startswith("/moved/"):
+            self.send_response(303)
+            self.send_header("Location", "/page")
+        else:
+            self.send_response(500)
+            self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_what_was_not_put_is_never_said_to_have_been(site: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{other.server_address[1]}"
+        moved, odd = (run("site/index.html", f"{url}/{name}/", folder=site) for name in ("moved", "odd"))
+        # It says that it is empty, and is not.
+        longer = run("/proc/self/status", f"{url}/odd/", folder=site)
+        other.shutdown()
+    for done, complaint in (
+        (moved, "the server says 303, and points at /page"),
+        (odd, "the server says 500: ?[2J\ufffd"),
+        (longer, "/proc/self/status: it was changed while it was read"),
+    ):
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+        assert complaint in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -59,6 +113,8 @@ def test_a_file_takes_the_name_that_it_is_put_under(start_server: Callable[..., 
         (["site", "/../a/"], "empty segment, . or .."),
         (["site", "ftp://x/a"], "neither a URL"),
         (["site", "http://127.0.0.1:1/docs/"], "Cannot connect"),
+        (["site", "http://127.0.0.1:99999/docs/"], "127.0.0.1:99999"),
+        (["site", "http://[::1/docs/"], "[::1"),
         (["empty", "/a/"], "there is no file in it"),
         (["--certificate=nowhere", "site", "https://127.0.0.1:1/docs/"], "nowhere: No such file"),
     ],

@@ -2,7 +2,8 @@
 
 A coding is made a step at a time, and only when somebody asks for the next: a client that reads slowly, or goes away,
 stops it, and what it holds stays bounded. Steps run in few threads, which give way to the loop. What all codings
-under way hold in memory is bounded too; more wait in a short queue, and the rest are Overloaded.
+under way hold in memory is bounded too; more wait in a short queue, and the rest are Overloaded. Those that somebody
+chose by hand have half of the memory and a queue of their own, so that they can never keep out the others.
 Rule: no frame needs a larger window than 8 MiB to be decoded, for browsers have no more (RFC 9659).
 Surprise: of a level above 19 zstd would take 128 MiB where nobody says how long the content is.
 """
@@ -51,6 +52,8 @@ _PIECE_BYTES = 262_144
 _STEP_OUT_BYTES = 2 << 20
 _STEP_S = 0.1
 _MOST_WAITING = 100
+# For room. One that comes later than the content as it is would is of no use to its client.
+_PATIENCE_S = 2.0
 # Threads above this cost are as nice as can be, others a little: the loop's own always comes first.
 _SLOW_LEVEL = 10
 _NICE, _VERY_NICE, _NICEST = 5, 10, 19
@@ -73,7 +76,7 @@ class Coders:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._room = _Room(max_bytes)
+        self._room, self._forced_room = _Room(max_bytes - max_bytes // 2), _Room(max_bytes // 2)
         cores = len(os.sched_getaffinity(0))
         self._idle = concurrent.futures.ThreadPoolExecutor(1, "uvimg-coder-idle", _be_nice, (_NICEST,))
         self._quick = concurrent.futures.ThreadPoolExecutor(cores, "uvimg-coder", _be_nice, (_NICE,))
@@ -81,39 +84,52 @@ class Coders:
 
     async def until_idle(self) -> None:
         """Until no client waits for any of them."""
-        await self._room.empty.wait()
+        while self._room.used or self._forced_room.used:
+            await self._room.empty.wait()
+            await self._forced_room.empty.wait()
 
     @property
     def held_bytes(self) -> int:
-        return self._room.used
+        return self._room.used + self._forced_room.used
 
     def close(self) -> None:
         for threads in (self._quick, self._slow, self._idle):
             threads.shutdown(cancel_futures=True)
 
     async def start(
-        self, content: Content, coding: Coding, level: int, dictionary: tuple[bytes, bytes] | None = None
+        self,
+        content: Content,
+        coding: Coding,
+        level: int,
+        dictionary: tuple[bytes, Content] | None = None,
+        *,
+        forced: bool = False,
     ) -> "Coded":
-        """A coding of `content`, which is closed with it. Overloaded when too many wait already.
+        """A coding of `content`, which is closed with it. Overloaded when too many wait already, or for too long.
 
-        A `dictionary` is its digest and its bytes.
+        A `dictionary` is its digest and its content, which is read once there is room for it, and closed with it too.
+        Of one that is `forced` the effort was chosen by hand.
         """
-        size = content.size if isinstance(content, FilePart) else len(content)
-        weight = weigh(coding, level, size) + (2 * len(dictionary[1]) if dictionary else 0)
+        size = size_of(content)
+        weight = weigh(coding, level, size, size_of(dictionary[1]) if dictionary else 0)
+        room = self._forced_room if forced else self._room
         try:
-            await self._room.enter(weight)
-        except BaseException:
-            _close(content)
+            # Whoever chooses by hand waits for it; all others can have the content as it is.
+            async with asyncio.timeout(None if forced else _PATIENCE_S):
+                await room.enter(weight)
+        except BaseException as exc:
+            close(content, *dictionary[1:] if dictionary else ())
+            if isinstance(exc, TimeoutError):
+                raise Overloaded() from exc
             raise
         threads = self._slow if is_slow(coding, level) else self._quick
-        return Coded(content, size, coding, level, dictionary, threads, lambda: self._room.leave(weight))
+        return Coded(content, size, coding, level, dictionary, threads, lambda: room.leave(weight))
 
     def start_idly(
-        self, content: Content, coding: Coding, level: int, dictionary: tuple[bytes, bytes] | None = None
+        self, content: Content, coding: Coding, level: int, dictionary: tuple[bytes, Content] | None = None
     ) -> "Coded":
         """The same for something that nobody waits for. One at a time."""
-        size = content.size if isinstance(content, FilePart) else len(content)
-        return Coded(content, size, coding, level, dictionary, self._idle, lambda: None)
+        return Coded(content, size_of(content), coding, level, dictionary, self._idle, lambda: None)
 
 
 class Coded:
@@ -125,7 +141,7 @@ class Coded:
         size: int,
         coding: Coding,
         level: int,
-        dictionary: tuple[bytes, bytes] | None,
+        dictionary: tuple[bytes, Content] | None,
         threads: concurrent.futures.Executor,
         leave: Callable[[], None],
     ) -> None:
@@ -164,7 +180,7 @@ class Coded:
             self._free()
 
     def _free(self) -> None:
-        _close(self._content)
+        close(self._content, *self._dictionary[1:] if self._dictionary else ())
         self._compressor = None
         self._leave()
 
@@ -172,9 +188,11 @@ class Coded:
         made: list[bytes] = []
         held, until = 0, time.monotonic() + _STEP_S
         if self._compressor is None:
-            self._compressor = _start(self._coding, self._level, self._size, self._dictionary)
+            dictionary = None
             if self._dictionary is not None:
                 made.append(begin_dcz(self._dictionary[0]))
+                dictionary = _read_all(self._dictionary[1])
+            self._compressor = _start(self._coding, self._level, self._size, dictionary)
         while self._at < self._size and held < _STEP_OUT_BYTES and time.monotonic() < until and not self._stopped:
             data = self._read()
             self._at += len(data)
@@ -208,13 +226,14 @@ def is_slow(coding: Coding, level: int) -> bool:
     return coding in ("zstd", "dcz", "br") and level >= _SLOW_LEVEL
 
 
-def weigh(coding: Coding, level: int, size: int) -> int:
+def weigh(coding: Coding, level: int, size: int, dictionary_bytes: int = 0) -> int:
     """About what a coding holds in memory while it is made, in bytes."""
     if coding == "gzip":
         return 1 << 20
     if coding == "br":
         return (128 << 20) if level >= 10 else (16 << 20)
-    return _weigh_zstd(_zstd_parameters(level, size))
+    # A dictionary is held as it was read and once more by the compressor.
+    return _weigh_zstd(_zstd_parameters(level, size, dictionary_bytes)) + 2 * dictionary_bytes
 
 
 def _weigh_zstd(parameters: zstandard.ZstdCompressionParameters) -> int:
@@ -313,7 +332,7 @@ class _Brotli:
         return made
 
 
-def _start(coding: Coding, level: int, size: int, dictionary: tuple[bytes, bytes] | None) -> _Compressor:
+def _start(coding: Coding, level: int, size: int, dictionary: bytes | None) -> _Compressor:
     match coding:
         case "gzip":
             # 31: with gzip's own head and tail.
@@ -321,7 +340,7 @@ def _start(coding: Coding, level: int, size: int, dictionary: tuple[bytes, bytes
             return compressor
         case "br":
             return _Brotli(level)
-    return _Zstd(level, size, dictionary[1] if dictionary else None)
+    return _Zstd(level, size, dictionary)
 
 
 class _Room:
@@ -388,6 +407,20 @@ def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
         loop.call_soon_threadsafe(call)
 
 
-def _close(content: Content) -> None:
-    if isinstance(content, FilePart):
-        content.close()
+def _read_all(content: Content) -> bytes:
+    if isinstance(content, bytes):
+        return content
+    data = os.pread(content.file.fileno(), content.size, content.start)
+    if len(data) != content.size:
+        raise ConnectionResetError("a dictionary has become shorter while it was read")
+    return data
+
+
+def size_of(content: Content) -> int:
+    return content.size if isinstance(content, FilePart) else len(content)
+
+
+def close(*contents: Content | None) -> None:
+    for content in contents:
+        if isinstance(content, FilePart):
+            content.close()

@@ -375,7 +375,8 @@ class Settings:
     coding_memory: int = _setting(
         256 << 20,
         _DOCUMENTS,
-        "Memory for compressing while clients wait; more of them wait for their turn, at most 100.",
+        "Memory for compressing while clients wait, half of it for what ?compression= chooses. In each half at most "
+        "100 wait for room; where there is none soon, all but those who chose get a document as it is.",
         low=1 << 20,
         unit="bytes",
     )
@@ -448,10 +449,17 @@ class Settings:
         "Confine workers (no new privileges, Landlock, seccomp): as far as the kernel can, or not at all; "
         "with require uvimg does not start without Landlock.",
     )
-    upload_rule: str = _setting("allow all", _ACCESS, "Who may upload.", check=parse_rules)
-    download_rule: str = _setting("allow all", _ACCESS, "Who may see images and their facts.", check=parse_rules)
+    upload_rule: str = _setting(
+        "allow all", _ACCESS, "Who may upload images, and put documents, also in place of others.", check=parse_rules
+    )
+    download_rule: str = _setting(
+        "allow all", _ACCESS, "Who may see images, their facts, and documents.", check=parse_rules
+    )
     admin_rule: str = _setting(
-        "allow 127.0.0.0/8; allow ::1", _ACCESS, "Who may delete images and see /admin.", check=parse_rules
+        "allow 127.0.0.0/8; allow ::1",
+        _ACCESS,
+        "Who may delete images and documents, and see /admin.",
+        check=parse_rules,
     )
     trusted_proxies: tuple[str, ...] = _setting(
         (),

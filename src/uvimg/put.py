@@ -1,7 +1,7 @@
 """`uvimg put`: files and folders from the shell into documents, by a server's URL or straight into a store.
 
-What is hidden (its name begins with a dot) and what is no ordinary file is left out and told. Files are put one after
-the other, so that what is there when something fails is what the bar said.
+What is hidden (its name begins with a dot), what is no ordinary file and links to folders are left out and told.
+Files are put one after the other, so that what is there when something fails is what the bar said.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import stat
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from uvimg.core.document import check_path, document_name, guess_type
 from uvimg.core.errors import BadRequest, TargetTooLong, UvimgError
@@ -20,6 +20,8 @@ from uvimg.store import open_store
 _PIECE_BYTES = 262_144
 # Of connecting, and of a server that says nothing.
 _PATIENCE_S = 60.0
+# More of an answer than anybody would read.
+_LONGEST_REASON = 65_536
 
 
 class CannotPut(Exception):
@@ -69,6 +71,12 @@ def _walk(folder: Path, notes: list[str]) -> Iterator[Path]:
         hidden = [name for name in (*folders, *files) if name.startswith(".")]
         notes += [f"{Path(place, name)}: left out, it is hidden" for name in hidden]
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        # They may lead out of the folder, or round in a circle.
+        notes += [
+            f"{path}: left out, it is a link to a folder"
+            for name in folders
+            if (path := Path(place, name)).is_symlink()
+        ]
         yield from (Path(place, name) for name in sorted(files) if not name.startswith("."))
 
 
@@ -93,7 +101,8 @@ def split_destination(destination: str) -> tuple[str, str]:
     if found is not None:
         path = found[2] or "/"
         folder, _, name = path.rpartition("/")
-        return f"{found[1]}{folder}/", name
+        # Paths of documents are quoted when they are put.
+        return f"{found[1]}{folder}/", unquote(name, errors="surrogateescape")
     if "://" in destination:
         raise CannotPut(f"{destination} is neither a URL that begins with http:// or https:// nor a document's path")
     return "", destination.removeprefix("/")
@@ -122,18 +131,26 @@ async def put_by_url(
             url = base + quote(item.path)
             headers = {"Content-Type": guess_type(item.path), "Content-Length": str(item.size)}
             try:
-                async with session.put(url, data=_read(item, watch), headers=headers) as answer:
+                # A file that has been read is not there for another place, and where a GET leads is no document put.
+                async with session.put(url, data=_read(item, watch), headers=headers, allow_redirects=False) as answer:
                     if answer.status not in (200, 201, 204):
-                        raise CannotPut(f"{item.file}: {await _explain(answer.status, await answer.text())}")
+                        text = (await answer.content.read(_LONGEST_REASON)).decode(errors="replace")
+                        reason = _explain(answer.status, answer.headers.get("Location", ""), text)
+                        raise CannotPut(f"{item.file}: {reason}")
             except aiohttp.ClientError as exc:
+                if isinstance(exc.__cause__, CannotPut):
+                    # The client has its own words around what `_read` says.
+                    raise exc.__cause__ from exc
                 raise CannotPut(f"{url}: {exc}") from exc
             except TimeoutError as exc:
                 raise CannotPut(f"{url}: the server does not answer") from exc
 
 
-async def _explain(status: int, text: str) -> str:
+def _explain(status: int, location: str, text: str) -> str:
     found = re.search(r'"detail":\s*"((?:[^"\\]|\\.)*)"', text)
-    return f"the server says {status}" + (f": {found[1]}" if found else "")
+    reason = f", and points at {location}" if location else f": {found[1]}" if found else ""
+    # Nobody's server writes to this terminal.
+    return f"the server says {status}" + "".join(char if char.isprintable() else "?" for char in reason)
 
 
 async def put_into_store(items: Sequence[Item], url: str, watch: Watch, begin: Callable[[str], object]) -> None:

@@ -7,7 +7,6 @@ Copies may be lost: they are made again. They go with the last name of what they
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from uvimg.coders import AT_ONCE_BYTES, OFFERED, Coded, Coders, code_now
+from uvimg.coders import AT_ONCE_BYTES, OFFERED, Coded, Coders, close, code_now, size_of
 from uvimg.core.address import Digest
 from uvimg.core.coding import BEST, QUICK, Coding, Forced, coding_name, codings_prefix, is_worth_coding
 from uvimg.core.dictionary import MAX_BYTES, MOST_VERSIONS, dictionary_name, parse_available
-from uvimg.core.errors import RangeNotSatisfiable, UvimgError
+from uvimg.core.errors import NotAcceptable, Overloaded, RangeNotSatisfiable, UvimgError
 from uvimg.core.message import Content, FilePart, Pieces, Request, Response
 from uvimg.core.negotiate import (
     Failed,
@@ -112,7 +111,7 @@ class Codings:
             return answer
         content = near.get(copy.digest)
         if content is None or not _is_whole(copy, content):
-            _close(content)
+            close(content)
             return None
         return _answer(answer, headers, content, copy.size, "original" if copy is record else "copy")
 
@@ -134,7 +133,7 @@ class Codings:
             if content is not None and _is_whole(copy, content):
                 return _answer(answer, fields, content, copy.size, "original" if copy is record else "copy")
             # A copy that is cut or missing is made again.
-            _close(content)
+            close(content)
             if copy is record:
                 return None
         answer, fields = self._choose_answer(request, record, wanted, None, headers)
@@ -145,9 +144,14 @@ class Codings:
             return Response(200, fields, Pieces(_nothing()), origin="made")
         content = await self._store.get(record.digest)
         if content is None or not _is_whole(record, content):
-            _close(content)
+            close(content)
             return None
-        return Response(200, fields, await self.make(record, content, wanted), origin="made")
+        try:
+            return Response(200, fields, await self.make(record, content, wanted), origin="made")
+        except Overloaded:
+            if wanted.level is not None or not _takes_plain(request):
+                raise
+        return await self.show(request, record, headers, Forced("identity", 0))
 
     def _choose_answer(
         self, request: Request, record: Record, wanted: Wanted, copy: Record | None, own: dict[str, str]
@@ -202,11 +206,11 @@ class Codings:
         """The body, made now; `content` is closed with it. Overloaded when too many wait for one already."""
         level = self.level_of(wanted)
         try:
-            dictionary = None if wanted.dictionary is None else await self._load(wanted.dictionary)
+            dictionary = None if wanted.dictionary is None else await self._find_dictionary(wanted.dictionary)
         except BaseException:
-            _close(content)
+            close(content)
             raise
-        coded = await self._coders.start(content, wanted.coding, level, dictionary)
+        coded = await self._coders.start(content, wanted.coding, level, dictionary, forced=wanted.level is not None)
         self.made["asked"] += 1
         try:
             first = await coded.step()
@@ -228,19 +232,12 @@ class Codings:
             body.close()
         return first
 
-    async def _load(self, digest: Digest) -> tuple[Digest, bytes] | None:
-        """A dictionary's bytes. UvimgError where they have gone in this very moment."""
+    async def _find_dictionary(self, digest: Digest) -> tuple[Digest, Content]:
+        """UvimgError where it has gone in this very moment."""
         content = await self._store.get(digest)
-        if isinstance(content, FilePart):
-            try:
-                data = await asyncio.to_thread(_read_all, content)
-            finally:
-                content.close()
-        elif content is None:
+        if content is None:
             raise UvimgError("The dictionary has been deleted in this moment.")
-        else:
-            data = content
-        return digest, data
+        return digest, content
 
     async def keep(self, copy: "_Copy") -> None:
         """Give a copy that has all come its name. Nothing is lost when that fails."""
@@ -319,9 +316,9 @@ class Codings:
         if content is None:
             return
         try:
-            dictionary = None if wanted.dictionary is None else await self._load(wanted.dictionary)
+            dictionary = None if wanted.dictionary is None else await self._find_dictionary(wanted.dictionary)
         except BaseException:
-            _close(content)
+            close(content)
             raise
         coded = self._coders.start_idly(content, wanted.coding, level, dictionary)
         copy = _Copy(name, record, wanted, level, self._store.incoming())
@@ -421,6 +418,14 @@ def _choose_wanted(request: Request, record: Record, dictionary: Digest | None, 
     return Wanted(coding, None, dictionary if coding == "dcz" else None)
 
 
+def _takes_plain(request: Request) -> bool:
+    try:
+        choose_coding(request.headers.get("accept-encoding"), ())
+    except NotAcceptable:
+        return False
+    return True
+
+
 def _takes_dictionaries(request: Request) -> bool:
     return "dcz" in request.headers.get("accept-encoding", "")
 
@@ -445,7 +450,7 @@ def kept_level(copy: Record) -> int:
 
 
 def _is_whole(record: Record, content: Content) -> bool:
-    return (content.size if isinstance(content, FilePart) else len(content)) == record.size
+    return size_of(content) == record.size
 
 
 def _answer(answer: Whole | Part, headers: dict[str, str], body: Content, size: int, origin: str) -> Response:
@@ -519,12 +524,3 @@ def _replace(response: Response, coding: Coding) -> None:
 def add_vary(headers: dict[str, str], *fields: str) -> None:
     known = headers.get("Vary")
     headers["Vary"] = ", ".join([*([known] if known else []), *fields])
-
-
-def _read_all(part: FilePart) -> bytes:
-    return os.pread(part.file.fileno(), part.size, part.start)
-
-
-def _close(content: Content | None) -> None:
-    if isinstance(content, FilePart):
-        content.close()

@@ -283,8 +283,7 @@ class Documents:
 
         ((old, _),) = await self._store.change([document_name(query.path)], remove)
         assert old is not None
-        await _forget_dictionaries(self._store, set(_versions(old)))
-        await self._codings.forget(old.digest)
+        await _forget(self._store, self._codings, old, None)
         return Response(204)
 
 
@@ -304,20 +303,21 @@ async def replace_document(
     digest = await incoming.finish()
     plain = Record(digest, incoming.size, media_type, int(time.time()))
 
-    def replace(_: bytes, old: Record | None) -> Record:
+    def replace(changed: bytes, old: Record | None) -> Record:
+        if changed != name:
+            return plain
         check(old)
         # Clients may still have versions before it as a dictionary.
         versions = tuple(known for known in _versions(old) if known != digest)[:MOST_VERSIONS]
         known = msgspec.structs.replace(facts, versions=versions)
         return plain if known == _NO_FACTS else msgspec.structs.replace(plain, facts=_encode_facts(known))
 
-    ((old, new),) = await store.change([name], replace, incoming)
+    # At once: whoever replaces it in the next moment must find the dictionary to let go of.
+    names = [name, dictionary_name(digest)] if facts.use else [name]
+    (old, new), *_ = await store.change(names, replace, incoming)
     assert new is not None
-    if facts.use:
-        await store.bind([dictionary_name(digest)], plain)
-    if old is not None and old.digest != digest:
-        await _forget_dictionaries(store, set(_versions(old)) - set(_versions(new)))
-        await codings.forget(old.digest)
+    if old is not None:
+        await _forget(store, codings, old, new)
     return old, new
 
 
@@ -329,9 +329,13 @@ def _versions(record: Record | None) -> tuple[Digest, ...]:
     return (*((record.digest,) if facts.use else ()), *facts.versions)
 
 
-async def _forget_dictionaries(store: Store, digests: set[Digest]) -> None:
+async def _forget(store: Store, codings: Codings, old: Record, new: Record | None) -> None:
+    """Let go of what a document had before: dictionaries that it no longer holds, and the copies of all of them."""
+    digests = sorted(set(_versions(old)) - set(_versions(new)))
     if digests:
-        await store.unbind([dictionary_name(digest) for digest in sorted(digests)])
+        await store.unbind([dictionary_name(digest) for digest in digests])
+    for digest in {old.digest, *digests}:
+        await codings.forget(digest)
 
 
 # Reading and telling

@@ -101,7 +101,7 @@ def parse_use(field: str) -> Use:
             raise BadRequest("Use-As-Dictionary is malformed behind a member.")
         at = comma.end()
     pattern = said.get("match", "")
-    if not pattern.startswith("/") or re.search(r"[(){}]", pattern):
+    if not pattern.startswith("/") or pattern.startswith(("//", "/\\")) or re.search(r"[(){}]", pattern):
         # RFC 9842 2.1.1: of the same origin, and without regular expressions.
         raise BadRequest("match of Use-As-Dictionary must be a path of this server, with * for anything.")
     if len(said.get("id", "")) > 1024:
