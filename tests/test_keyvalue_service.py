@@ -56,6 +56,8 @@ def test_kv_alone_is_at_the_root_and_listens_at_8080_unless_told_otherwise(
 
 
 def test_beside_images_only_this_machine_may_write_unless_told_otherwise() -> None:
+    assert load({}, {}).document_write_rule == load({}, {}).admin_rule
+    assert load({"apps": ("documents",)}, {}).document_write_rule == "allow all"
     assert load({}, {}).kv_write_rule == load({"apps": ("images", "kv")}, {}).kv_write_rule
     assert load({}, {}).kv_write_rule == load({}, {}).admin_rule
     assert load({"apps": ("kv",)}, {}).kv_write_rule == "allow all"

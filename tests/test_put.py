@@ -130,7 +130,7 @@ def test_what_cannot_be_put_is_told_in_one_line(site: Path, arguments: list[str]
 
 
 def test_what_the_server_refuses_is_told_in_its_words(start_server: Callable[..., Server], site: Path) -> None:
-    server = start_server(upload_rule="deny all")
+    server = start_server(document_write_rule="deny all")
     done = run("site", f"{server.url}/docs/", folder=site)
     assert (done.returncode, done.stdout) == (1, "")
     assert "the server says 403: The access rules do not allow this address to do that." in done.stderr

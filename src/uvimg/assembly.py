@@ -316,7 +316,7 @@ def _documents_settings(settings: Settings) -> DocumentsSettings:
         forcing=settings.compression_parameter,
         zstd_level=settings.zstd_level,
         max_bytes=settings.max_size,
-        upload_rule=parse_rules(settings.upload_rule),
+        write_rule=parse_rules(settings.document_write_rule),
         download_rule=parse_rules(settings.download_rule),
         admin_rule=parse_rules(settings.admin_rule),
         trusted_proxies=tuple(parse_network(proxy) for proxy in settings.trusted_proxies),

@@ -352,6 +352,12 @@ class Settings:
     admin_page: str = _setting(
         "", _IMAGES, "HTML file to show at /admin instead of the built-in page.", check=_check_file
     )
+    document_write_rule: str = _setting(
+        "allow 127.0.0.0/8; allow ::1",
+        _DOCUMENTS,
+        "Who may put documents, also in place of others'. Where documents are served alone the default is allow all.",
+        check=parse_rules,
+    )
     document_headers: tuple[str, ...] = _setting(
         (
             "Cache-Control: no-cache",
@@ -449,9 +455,7 @@ class Settings:
         "Confine workers (no new privileges, Landlock, seccomp): as far as the kernel can, or not at all; "
         "with require uvimg does not start without Landlock.",
     )
-    upload_rule: str = _setting(
-        "allow all", _ACCESS, "Who may upload images, and put documents, also in place of others.", check=parse_rules
-    )
+    upload_rule: str = _setting("allow all", _ACCESS, "Who may upload images.", check=parse_rules)
     download_rule: str = _setting(
         "allow all", _ACCESS, "Who may see images, their facts, and documents.", check=parse_rules
     )
@@ -510,9 +514,11 @@ def load(
     apps = values.get("apps", APPS)
     if "port" not in values and len(apps) == 1:
         values["port"] = PORTS[apps[0]]
-    if "kv_write_rule" not in values and tuple(apps) == ("kv",):
-        # Beside images nobody expects that whoever may see one may empty a database.
-        values["kv_write_rule"] = "allow all"
+    # Beside images nobody expects that whoever may see one may empty a database, or put a page in another's place.
+    if tuple(apps) == ("kv",):
+        values.setdefault("kv_write_rule", "allow all")
+    if tuple(apps) == ("documents",):
+        values.setdefault("document_write_rule", "allow all")
     settings = Settings(**values)
     _check_together(settings)
     return settings

@@ -61,7 +61,7 @@ class DocumentsSettings:
     forcing: bool
     zstd_level: int
     max_bytes: int
-    upload_rule: AccessRules
+    write_rule: AccessRules
     download_rule: AccessRules
     admin_rule: AccessRules
     trusted_proxies: tuple[Network, ...]
@@ -127,7 +127,7 @@ class Documents:
                 self._admit(request, self._settings.download_rule)
                 return await self._list(request, query)
             case Put():
-                self._admit_change(request, self._settings.upload_rule)
+                self._admit_change(request, self._settings.write_rule)
                 return await self._put(request, query)
             case Delete():
                 self._admit_change(request, self._settings.admin_rule)
