@@ -62,7 +62,7 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
     metrics = Metrics(settings.metrics_dir)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(_publishing(metrics))
-        store = open_store(settings.store, durability=settings.durability)
+        store = open_store(settings.store, durability=settings.durability, timeout_s=settings.store_timeout_s)
         stack.push_async_callback(store.close)
         codings = await stack.enter_async_context(_coding(settings, store, metrics))
         apps: dict[str, App] = {}
@@ -90,6 +90,7 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
         service = Service(root, access_log, version, metrics, pages=pages, mounts=mounts)
         metrics.watch(watch_process(lambda: pool.pids if pool else [], lambda: service.draining))
         metrics.view(lambda: _read_store(store))
+        metrics.watch(lambda: _read_guards(store))
         metrics.info = {"version": __version__} | ({"libvips": ready.libvips} if ready else {})
         # One that drains looks whether others serve.
         await metrics.publish()
@@ -239,6 +240,13 @@ def _read_store(store: Store) -> Iterator[Reading]:
         yield Reading("uvimg_store_names", (), measures.names)
         yield Reading("uvimg_store_database_bytes", (), measures.database_bytes)
         yield Reading("uvimg_store_free_bytes", (), measures.free_bytes)
+
+
+def _read_guards(store: Store) -> Iterator[Reading]:
+    for guard in store.guards:
+        yield Reading("uvimg_backend_away", (guard.name,), guard.is_away)
+        yield Reading("uvimg_backend_failures", (guard.name,), guard.failures)
+        yield Reading("uvimg_backend_calls_refused", (guard.name,), guard.refused)
 
 
 # Settings, as each part sees them

@@ -172,7 +172,7 @@ def _make_runner(settings: Settings) -> asyncio.Runner:
 
 
 async def _scrub(settings: Settings) -> int:
-    store = open_store(settings.store, create=False)
+    store = open_store(settings.store, create=False, timeout_s=settings.store_timeout_s)
     try:
         damaged = await _walk(store.scrub(), "blobs verified", await store.size())
     finally:
@@ -184,7 +184,7 @@ async def _scrub(settings: Settings) -> int:
 
 
 async def _collect(settings: Settings, *, dry_run: bool) -> int:
-    store = open_store(settings.store, create=False)
+    store = open_store(settings.store, create=False, timeout_s=settings.store_timeout_s)
     try:
         removed = await _walk(store.collect(dry_run=dry_run), "removed")
     finally:

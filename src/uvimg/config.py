@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from uvimg.core.access import parse_network, parse_rules
+from uvimg.core.backend import split_url
 from uvimg.core.formats import FORMATS
 from uvimg.core.place import check_places
 from uvimg.core.types import NO_TABLES, BadTable, Tables, parse_tables, show_tables, show_wrong
@@ -158,8 +159,7 @@ def parse_header(text: str) -> tuple[str, str]:
 
 
 def _check_store(url: str) -> None:
-    if not re.fullmatch(r"local:.+|memory:", url):
-        raise ValueError("a store is written local:DIR or memory:")
+    split_url(url)
 
 
 def _check_each(check: Callable[[str], object]) -> Callable[[Sequence[str]], None]:
@@ -254,6 +254,9 @@ class Settings:
     access_log: bool = _setting(True, _SERVER, "Log one line for each request.")
     store: str = _setting(
         "local:./data", _STORE, "Where images live: local:DIR, or memory: which forgets.", check=_check_store
+    )
+    store_timeout_s: float = _setting(
+        2.0, _STORE, "How long a server behind the store is waited for, where the store is one.", low=0.05, unit="s"
     )
     durability: Literal["commit", "os"] = _setting(
         "commit",

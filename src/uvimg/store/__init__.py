@@ -15,7 +15,9 @@ from typing import Literal, Protocol, Self
 import msgspec
 
 from uvimg.core.address import Digest
+from uvimg.core.backend import split_url
 from uvimg.core.message import Content
+from uvimg.store.guard import Guard
 
 Durability = Literal["commit", "os"]
 
@@ -23,6 +25,8 @@ Durability = Literal["commit", "os"]
 MAX_NAME_BYTES = 511
 # Blobs up to here lie in the database itself: one read is 0.8 µs there, 8.6 µs from a file.
 SMALL_BLOB_BYTES = 65_536
+# A server that has not answered by then will not; a client of ours has long lost patience.
+DEFAULT_TIMEOUT_S = 2.0
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -106,6 +110,10 @@ class Store(Protocol):
     def near(self) -> Near | None:
         """None where every read has to wait."""
 
+    @property
+    def guards(self) -> Sequence[Guard]:
+        """What stands before the servers that this store asks."""
+
     def incoming(self, watch: Callable[[bytes], object] | None = None) -> Incoming:
         """Room for a new blob. `watch` is called with each piece, in order, perhaps in another thread."""
 
@@ -176,22 +184,25 @@ class Store(Protocol):
     async def close(self) -> None: ...
 
 
-def open_store(url: str, *, create: bool = True, durability: Durability = "commit") -> Store:
-    """The store that a URL names: `local:DIR` or `memory:`. ValueError with a sentence for any other.
+def open_store(
+    url: str, *, create: bool = True, durability: Durability = "commit", timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Store:
+    """The store that a URL names (core/backend.py). ValueError with a sentence for any other.
 
-    `durability` is how much of its promise an embedded store keeps; see LocalStore. StoreDown when it cannot be used,
-    or is not there and `create` is False.
+    `durability` is how much of its promise an embedded store keeps (see LocalStore), `timeout_s` how long a server is
+    waited for. StoreDown when an embedded one cannot be used, or is not there and `create` is False; a server is not
+    asked before the first call.
     """
-    scheme, colon, rest = url.partition(":")
+    scheme, rest = split_url(url)
     match scheme:
-        case "local" if colon and rest:
+        case "local":
             from uvimg.store.local import LocalStore
 
             return LocalStore(rest, create=create, durability=durability)
-        case "memory" if colon and not rest:
+        case "memory":
             if not create:
                 raise ValueError("memory: is empty at every start, so there is nothing to look at")
             from uvimg.store.memory import MemoryStore
 
             return MemoryStore()
-    raise ValueError(f"'{url}' is not a store: write local:DIR or memory:")
+    raise AssertionError(f"nothing opens {scheme}:")

@@ -40,6 +40,7 @@ from uvimg.core.coding import CODINGS, coded_digest
 from uvimg.core.errors import Overloaded, StoreDown, StoreFull, UvimgError
 from uvimg.core.message import Content, FilePart
 from uvimg.store import MAX_NAME_BYTES, SMALL_BLOB_BYTES, Decide, Durability, Finding, Incoming, Measures, Record
+from uvimg.store.guard import Guard
 
 log = logging.getLogger("uvimg.store")
 
@@ -94,6 +95,7 @@ class LocalStore:
             self._env.reader_check()
         except (OSError, lmdb.Error) as exc:
             raise StoreDown(f"The store in {path} cannot be opened: {exc}.") from exc
+        self.guards: Sequence[Guard] = ()
         self.near = _Near(self._env, self._names, self._small, self._path)
         self._threads = concurrent.futures.ThreadPoolExecutor(8, "uvimg-store")
         self._writer = _Writer(self._env, self._remove_unused)

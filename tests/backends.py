@@ -1,0 +1,68 @@
+"""Servers of others that a store may stand on, started by the tests on free ports and stopped by their own ids."""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+
+def find_program(name: str) -> str:
+    """Where it is. Without it the test is skipped, but never where everything has to be there."""
+    path = shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
+    if path is None:
+        if os.environ.get("CI"):
+            pytest.fail(f"{name} is not installed")
+        pytest.skip(f"{name} is not installed")
+    return path
+
+
+def find_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Program:
+    """One server: running when made, again and at the same port after `start`. `log` is what it has written."""
+
+    def __init__(self, command: Sequence[str], port: int, folder: Path, environment: dict[str, str] | None = None):
+        self.command, self.port = list(command), port
+        self._folder, self._environment = folder, os.environ | (environment or {})
+        self._log = folder / f"{Path(command[0]).name}-{port}.log"
+        self.start()
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command, cwd=self._folder, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+            except OSError:
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    raise AssertionError(f"{self.command[0]} did not start: {self.log}") from None
+                time.sleep(0.01)
+            else:
+                return
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
