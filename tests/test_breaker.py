@@ -93,8 +93,8 @@ async def test_what_a_server_says_is_no_sign_of_its_being_away() -> None:
     for _ in range(10):
         with pytest.raises(StoreFull):
             await guard.run(lambda: _answer(_Full()))
-        with pytest.raises(ValueError):
-            await guard.run(lambda: _answer(ValueError()))
+        with pytest.raises(LookupError):
+            await guard.run(lambda: _answer(LookupError()))
         for _ in range(2):
             with pytest.raises(StoreDown):
                 await guard.run(lambda: _answer(_Foreign()))
