@@ -126,7 +126,6 @@ def _spare_collections() -> None:
     gc.set_threshold(_YOUNG, 10, 10)
 
 
-
 @contextlib.contextmanager
 def _operations_sockets(settings: Settings) -> Iterator[list[socket.socket]]:
     """The listener of /health and /metrics alone, if there is one. CannotStart when it cannot be had."""
