@@ -3,7 +3,14 @@
 import re
 
 # What is written behind each scheme, as told to who wrote something else.
-SCHEMES = {"local": "local:DIR", "memory": "memory:"}
+SCHEMES = {
+    "local": "local:DIR",
+    "memory": "memory:",
+    "redis": "redis://HOST:PORT/DATABASE",
+    "rediss": "rediss://HOST:PORT/DATABASE",
+    "redis+cluster": "redis+cluster://HOST:PORT,HOST:PORT",
+    "rediss+cluster": "rediss+cluster://HOST:PORT,HOST:PORT",
+}
 
 _USERINFO = re.compile(r"(?<=://)[^/?#]*@")
 _VALUE = re.compile(r"(?<==)[^&#]+")

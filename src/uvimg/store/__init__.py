@@ -205,4 +205,9 @@ def open_store(
             from uvimg.store.memory import MemoryStore
 
             return MemoryStore()
+        case "redis" | "rediss" | "redis+cluster" | "rediss+cluster":
+            # Only here: redis-py takes long to load.
+            from uvimg.store.redis import RedisStore
+
+            return RedisStore(url, timeout_s)
     raise AssertionError(f"nothing opens {scheme}:")
