@@ -180,8 +180,7 @@ class Step:
         return keys, arguments
 
     def _blob_keys(self, digest: Digest) -> tuple[bytes, bytes, bytes]:
-        hexed = digest.hex().encode()
-        return self.base + b"u/" + hexed, self.base + b"b/" + hexed, self.base + b"c/" + hexed
+        return self.base + b"u/" + digest, self.base + b"b/" + digest, self.base + b"c/" + digest
 
 
 class Change:
