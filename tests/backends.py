@@ -69,10 +69,15 @@ class Program:
         self.process.wait()
 
 
-def start_redis(folder: Path, *options: str) -> Program:
-    """A redis-server that keeps nothing on the disk, unless it is told otherwise."""
+def start_redis(folder: Path, *options: str, certificate: Path | None = None) -> Program:
+    """A redis-server that keeps nothing on the disk, unless it is told otherwise; with a certificate one for TLS."""
     port = find_port()
-    settings = ("--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no", *options)
+    places: tuple[str, ...] = ("--bind", "127.0.0.1", "--port", str(port))
+    if certificate is not None:
+        places = ("--bind", "127.0.0.1", "--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no")
+        places += ("--tls-cert-file", str(certificate), "--tls-key-file", str(certificate))
+        places += ("--tls-ca-cert-file", str(certificate))
+    settings = (*places, "--save", "", "--appendonly", "no", *options)
     return Program([find_program("redis-server"), *settings], port, folder)
 
 

@@ -2,6 +2,8 @@
 
 import re
 
+from uvimg.core.redis import read_redis_url
+
 # What is written behind each scheme, as told to who wrote something else.
 SCHEMES = {
     "local": "local:DIR",
@@ -21,6 +23,8 @@ def split_url(url: str) -> tuple[str, str]:
     scheme, colon, rest = url.partition(":")
     if not colon or scheme not in SCHEMES or (scheme == "memory") != (not rest):
         raise ValueError(f"'{hide_secrets(url)}' is not a store: write {' or '.join(SCHEMES.values())}")
+    if scheme.startswith("redis"):
+        read_redis_url(url)
     return scheme, rest
 
 

@@ -87,7 +87,7 @@ class RedisStore:
         self._servers = open_servers(place, timeout_s)
         # Of names that are being changed: in one process one after the other, else all but one would be in vain.
         self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        self._grace_s = _GRACE_S
+        self.grace_s = _GRACE_S
 
     @property
     def guards(self) -> Sequence[Guard]:
@@ -496,7 +496,7 @@ class RedisStore:
         count = 0
         now_s = time.time()
         async for uses in self._walk_uses(partition, digest):
-            old = [use for use in uses if int.from_bytes(use.version[:4], "big") + self._grace_s <= now_s]
+            old = [use for use in uses if int.from_bytes(use.version[:4], "big") + self.grace_s <= now_s]
             left = [use for use, is_held in zip(old, await self._are_held(old), strict=True) if not is_held]
             count += len(left)
             if left and not dry_run:

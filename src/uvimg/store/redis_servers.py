@@ -33,8 +33,9 @@ _MOST_REDIRECTIONS = 8
 _MOMENT_S = 0.02
 # Between two looks where a cluster has its slots.
 _LOOK_EVERY_S = 0.2
-# What a server answers that is there and cannot serve: it loads, or waits for others of its kind.
-_UNABLE = ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "NOREPLICAS", "BUSY", "NOAUTH", "WRONGPASS", "NOPERM")
+# What a server answers that is there and cannot serve: it is a replica by now, lacks others of its kind or our rights.
+_UNABLE = (exceptions.ReadOnlyError, exceptions.ClusterDownError, exceptions.NoPermissionError)
+_UNABLE_WORDS = ("NOREPLICAS", "BUSY")
 
 
 class Script:
@@ -128,7 +129,7 @@ class _Server:
             raise
         self._idle.append(connection)
         for answer in answers:
-            if isinstance(answer, exceptions.ResponseError) and str(answer).startswith(_UNABLE):
+            if isinstance(answer, exceptions.ResponseError) and _is_unable(answer):
                 raise answer
         return answers
 
@@ -144,6 +145,10 @@ async def _read(connection: aioredis.Connection) -> Any:
         return exc
 
 
+def _is_unable(answer: exceptions.ResponseError) -> bool:
+    return isinstance(answer, _UNABLE) or str(answer).startswith(_UNABLE_WORDS)
+
+
 def _translate(exc: Exception) -> UvimgError | None:
     """Our error for one of the connection's, or of a server that cannot serve."""
     if isinstance(exc, exceptions.RedisError | exceptions.RedisClusterException | OSError):
@@ -154,7 +159,7 @@ def _translate(exc: Exception) -> UvimgError | None:
 def _tell(exc: exceptions.ResponseError) -> UvimgError:
     """Our error for what a server says to a command that it could not carry out."""
     text = str(exc)
-    if "OOM command not allowed" in text or "MISCONF" in text:
+    if isinstance(exc, exceptions.OutOfMemoryError) or "OOM command not allowed" in text or "MISCONF" in text:
         # No memory, or no disk to save it on: what is there can still be read.
         return StoreFull()
     if isinstance(exc, exceptions.NoScriptError):
