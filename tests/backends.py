@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import redis
 
 
 def find_program(name: str) -> str:
@@ -66,3 +67,44 @@ class Program:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def start_redis(folder: Path, *options: str, certificate: Path | None = None) -> Program:
+    """A redis-server that keeps nothing on the disk, unless it is told otherwise; with a certificate one for TLS."""
+    port = find_port()
+    places: tuple[str, ...] = ("--bind", "127.0.0.1", "--port", str(port))
+    if certificate is not None:
+        places = ("--bind", "127.0.0.1", "--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no")
+        places += ("--tls-cert-file", str(certificate), "--tls-key-file", str(certificate))
+        places += ("--tls-ca-cert-file", str(certificate))
+    settings = (*places, "--save", "", "--appendonly", "no", *options)
+    return Program([find_program("redis-server"), *settings], port, folder)
+
+
+def start_redis_cluster(folder: Path) -> list[Program]:
+    """Three servers that are a Redis Cluster when this returns."""
+    servers: list[Program] = []
+    for number in range(3):
+        settings = ("--cluster-enabled", "yes", "--cluster-config-file", f"nodes-{number}.conf")
+        servers.append(
+            start_redis(folder, *settings, "--cluster-node-timeout", "2000", "--cluster-port", str(find_port()))
+        )
+    clients = [redis.Redis(port=server.port, socket_timeout=20) for server in servers]
+    # What redis-cli does for this takes three seconds.
+    for number, client in enumerate(clients):
+        client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+        client.execute_command("CLUSTER ADDSLOTSRANGE", number * 16384 // 3, (number + 1) * 16384 // 3 - 1)
+        bus = servers[0].command[-1]
+        client.execute_command("CLUSTER MEET", "127.0.0.1", servers[0].port, bus)
+    deadline = time.monotonic() + 20
+    while not all(_is_in_order(client) for client in clients):
+        assert time.monotonic() < deadline, servers[0].log
+        time.sleep(0.01)
+    for client in clients:
+        client.close()
+    return servers
+
+
+def _is_in_order(client: redis.Redis) -> bool:
+    facts = str(client.execute_command("CLUSTER INFO"))
+    return "'cluster_state': 'ok'" in facts and "'cluster_known_nodes': '3'" in facts

@@ -15,9 +15,14 @@ from uvimg.store import SMALL_BLOB_BYTES, Record, Store, open_store
 SIZES = [1, 1000, SMALL_BLOB_BYTES, SMALL_BLOB_BYTES + 1, 1_500_000]
 
 
-@pytest.fixture(params=["local", "memory"])
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
-    opened = open_store(f"local:{tmp_path}/data" if request.param == "local" else "memory:")
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "store" in metafunc.fixturenames:
+        metafunc.parametrize("store_url", ["local", "memory", "redis", "redis+cluster"], indirect=True)
+
+
+@pytest.fixture
+async def store(store_url: str) -> AsyncIterator[Store]:
+    opened = open_store(store_url)
     yield opened
     await opened.close()
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, get_origin
 
 from uvimg import __version__, config
 from uvimg.config import ConfigError, Settings
-from uvimg.core.backend import split_url
+from uvimg.core.backend import hide_secrets, split_url
 from uvimg.core.errors import NotFound, UvimgError
 from uvimg.core.keyvalue import check_database, name_record, show_key
 from uvimg.core.types import Tables
@@ -238,8 +238,8 @@ async def _scrub(settings: Settings) -> int:
     finally:
         await store.close()
     if damaged:
-        return _complain(f"{damaged} damaged in {settings.store}", 1)
-    print(f"no damage found in {settings.store}")
+        return _complain(f"{damaged} damaged in {hide_secrets(settings.store)}", 1)
+    print(f"no damage found in {hide_secrets(settings.store)}")
     return 0
 
 
@@ -249,7 +249,7 @@ async def _collect(settings: Settings, *, dry_run: bool) -> int:
         removed = await _walk(store.collect(dry_run=dry_run), "removed")
     finally:
         await store.close()
-    print(f"{removed} {'would be removed' if dry_run else 'removed'} from {settings.store}")
+    print(f"{removed} {'would be removed' if dry_run else 'removed'} from {hide_secrets(settings.store)}")
     return 0
 
 

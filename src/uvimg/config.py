@@ -253,7 +253,10 @@ class Settings:
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", _SERVER, "The least that is logged.")
     access_log: bool = _setting(True, _SERVER, "Log one line for each request.")
     store: str = _setting(
-        "local:./data", _STORE, "Where images live: local:DIR, or memory: which forgets.", check=_check_store
+        "local:./data",
+        _STORE,
+        "Where images live: local:DIR, memory: which forgets, or servers (see 'Beyond one machine').",
+        check=_check_store,
     )
     store_timeout_s: float = _setting(
         2.0, _STORE, "How long a server behind the store is waited for, where the store is one.", low=0.05, unit="s"

@@ -2,8 +2,17 @@
 
 import re
 
+from uvimg.core.redis import read_redis_url
+
 # What is written behind each scheme, as told to who wrote something else.
-SCHEMES = {"local": "local:DIR", "memory": "memory:"}
+SCHEMES = {
+    "local": "local:DIR",
+    "memory": "memory:",
+    "redis": "redis://HOST:PORT/DATABASE",
+    "rediss": "rediss://HOST:PORT/DATABASE",
+    "redis+cluster": "redis+cluster://HOST:PORT,HOST:PORT",
+    "rediss+cluster": "rediss+cluster://HOST:PORT,HOST:PORT",
+}
 
 _USERINFO = re.compile(r"(?<=://)[^/?#]*@")
 _VALUE = re.compile(r"(?<==)[^&#]+")
@@ -14,6 +23,8 @@ def split_url(url: str) -> tuple[str, str]:
     scheme, colon, rest = url.partition(":")
     if not colon or scheme not in SCHEMES or (scheme == "memory") != (not rest):
         raise ValueError(f"'{hide_secrets(url)}' is not a store: write {' or '.join(SCHEMES.values())}")
+    if scheme.startswith("redis"):
+        read_redis_url(url)
     return scheme, rest
 
 
