@@ -205,4 +205,8 @@ def open_store(
             from uvimg.store.memory import MemoryStore
 
             return MemoryStore()
+        case "memcached":
+            from uvimg.store.memcached import MemcachedStore
+
+            return MemcachedStore(rest, timeout_s=timeout_s)
     raise AssertionError(f"nothing opens {scheme}:")
