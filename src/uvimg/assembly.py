@@ -38,6 +38,8 @@ from uvimg.imaging.pool import Pool, PoolSettings
 from uvimg.metrics import Metrics, Reading, watch_process
 from uvimg.service import App, Service
 from uvimg.store import Store, open_store
+from uvimg.store.sharing import Counts as SharedCounts
+from uvimg.store.sharing import SharingStore, open_cache
 
 
 class CannotStart(Exception):
@@ -62,7 +64,7 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
     metrics = Metrics(settings.metrics_dir)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(_publishing(metrics))
-        store = open_store(settings.store, durability=settings.durability, timeout_s=settings.store_timeout_s)
+        store, sharing = _open_stores(settings)
         stack.push_async_callback(store.close)
         codings = await stack.enter_async_context(_coding(settings, store, metrics))
         apps: dict[str, App] = {}
@@ -91,10 +93,22 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
         metrics.watch(watch_process(lambda: pool.pids if pool else [], lambda: service.draining))
         metrics.view(lambda: _read_store(store))
         metrics.watch(lambda: _read_guards(store))
+        if sharing is not None:
+            metrics.watch(lambda: _read_sharing(sharing.tally))
         metrics.info = {"version": __version__} | ({"libvips": ready.libvips} if ready else {})
         # One that drains looks whether others serve.
         await metrics.publish()
         yield Assembled(service, Service(operations, access_log, version, metrics), ready)
+
+
+def _open_stores(settings: Settings) -> tuple[Store, SharingStore | None]:
+    """The store, and the same as one with a cache that nodes share, where it is."""
+    store = open_store(settings.store, durability=settings.durability, timeout_s=settings.store_timeout_s)
+    cache = open_cache(settings.cache, settings.cache_timeout_s)
+    if cache is None:
+        return store, None
+    sharing = SharingStore(store, cache, settings.cache_ttl_s, settings.cache_secret.encode(errors="surrogateescape"))
+    return sharing, sharing
 
 
 # Where an app is among several.
@@ -247,6 +261,11 @@ def _read_guards(store: Store) -> Iterator[Reading]:
         yield Reading("uvimg_backend_away", (guard.name,), guard.is_away)
         yield Reading("uvimg_backend_failures", (guard.name,), guard.failures)
         yield Reading("uvimg_backend_calls_refused", (guard.name,), guard.refused)
+
+
+def _read_sharing(counts: SharedCounts) -> Iterator[Reading]:
+    for outcome, count in msgspec.structs.asdict(counts).items():
+        yield Reading("uvimg_shared_cache_calls", (outcome,), count)
 
 
 # Settings, as each part sees them

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, get_origin
 
 from uvimg import __version__, config
 from uvimg.config import ConfigError, Settings
-from uvimg.core.errors import NotFound, UvimgError
+from uvimg.core.backend import hide_secrets
+from uvimg.core.errors import NotFound, NotImplementedHere, UvimgError
 from uvimg.core.keyvalue import check_database, name_record, show_key
 from uvimg.core.types import Tables
 from uvimg.put import CannotPut, find_items, put_by_url, put_into_store, split_destination
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(exc), 2)
     except CannotPut as exc:
         return _complain(str(exc), 1)
+    except NotImplementedHere as exc:
+        return _complain(exc.detail, 2)
     except UvimgError as exc:
         return _complain(exc.detail, 1)
     except ValueError as exc:
@@ -178,8 +181,8 @@ async def _scrub(settings: Settings) -> int:
     finally:
         await store.close()
     if damaged:
-        return _complain(f"{damaged} damaged in {settings.store}", 1)
-    print(f"no damage found in {settings.store}")
+        return _complain(f"{damaged} damaged in {hide_secrets(settings.store)}", 1)
+    print(f"no damage found in {hide_secrets(settings.store)}")
     return 0
 
 
@@ -189,7 +192,7 @@ async def _collect(settings: Settings, *, dry_run: bool) -> int:
         removed = await _walk(store.collect(dry_run=dry_run), "removed")
     finally:
         await store.close()
-    print(f"{removed} {'would be removed' if dry_run else 'removed'} from {settings.store}")
+    print(f"{removed} {'would be removed' if dry_run else 'removed'} from {hide_secrets(settings.store)}")
     return 0
 
 

@@ -1,4 +1,7 @@
-"""How a store is written: SCHEME:REST, as `local:./data`, `redis://host` or `s3://bucket/prefix`; and a shared cache."""
+"""How a store is written: SCHEME:REST, as `local:./data`, `redis://host` or `s3://bucket/prefix`.
+
+A shared cache is written the same way.
+"""
 
 import re
 

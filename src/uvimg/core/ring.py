@@ -1,6 +1,6 @@
-"""Which of several servers a key lies on: consistent hashing, so that most keys stay where they are when one comes or goes.
+"""Which of several servers a key lies on: consistent hashing, so that most keys stay when a server comes or goes.
 
-Each server has points on a circle of 2**64 places, and a key lies on the server whose point comes next behind its own.
+Each has points on a circle of 2**64 places, and a key lies on the server whose point comes next behind its own place.
 Of n servers one more takes a share of 1 / (n + 1) of the keys, and no key moves between two that were there before.
 Rule: the order in which servers are written changes nothing, so all nodes agree however they write them.
 """

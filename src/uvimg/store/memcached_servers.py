@@ -23,19 +23,13 @@ from uvimg.store.guard import Guard
 
 T = TypeVar("T")
 
-# What a server takes as one item where it is not told otherwise (-I), less its own head and the key.
-MAX_ITEM_BYTES = (1 << 20) - 1024
 # No answer of ours is larger; a server with a larger limit may hold what others have put there.
 _MAX_ANSWER_BYTES = 1 << 20
 _CONNECTIONS = 16
 # How much of an answer is read ahead.
 _READ_AHEAD_BYTES = 256 << 10
 # An idle connection whose other end has gone is noticed within so long, in seconds, and tries.
-_KEEPALIVE = ((socket.SO_KEEPALIVE, 1, socket.SOL_SOCKET),) + tuple(
-    (getattr(socket, name), value, socket.IPPROTO_TCP)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
-    if hasattr(socket, name)
-)
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 # What aiomcache has no words for: a time in the past, by which an item is gone at once.
 _PAST = b"-1"
 # Seconds beyond this are no number to a server.
@@ -45,11 +39,14 @@ _MONTH_S = 30 * 24 * 3600
 
 
 class Servers:
-    """`get` and what else there is raise StoreDown and StoreFull, and never wait for longer than `timeout_s`."""
+    """`get` and what else there is raise StoreDown and StoreFull, and never wait for longer than `timeout_s`.
 
-    def __init__(self, servers: Sequence[Tcp], timeout_s: float) -> None:
+    `role` is what people call them.
+    """
+
+    def __init__(self, servers: Sequence[Tcp], timeout_s: float, role: str = "memcached") -> None:
         self._clients = {str(server): _Client(server) for server in servers}
-        self._guards = {name: Guard(f"memcached {name}", _translate, timeout_s) for name in self._clients}
+        self._guards = {name: Guard(f"{role} {name}", _translate, timeout_s) for name in self._clients}
         self._ring = Ring(list(self._clients))
 
     @property
@@ -207,8 +204,11 @@ class _Connections(MemcachePool):
         # Both loops send small pieces at once (TCP_NODELAY) unasked.
         connection = Connection(*await open_connection(self._host, self._port, limit=_READ_AHEAD_BYTES))
         opened: Any = connection.writer.get_extra_info("socket")
-        for option, value, level in _KEEPALIVE:
-            opened.setsockopt(level, option, value)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            # Not every system lets one choose.
+            if hasattr(socket, option):
+                opened.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         return connection
 
     def release(self, conn: Connection) -> None:
