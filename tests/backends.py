@@ -69,8 +69,15 @@ class Program:
         self.process.wait()
 
 
-def start_memcached(folder: Path, *options: str, port: int | None = None) -> Program:
-    port = port or find_port()
+def start_redis(folder: Path, *options: str) -> Program:
+    """A redis-server that keeps nothing on the disk, unless it is told otherwise."""
+    port = find_port()
+    settings = ("--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no", *options)
+    return Program([find_program("redis-server"), *settings], port, folder)
+
+
+def start_memcached(folder: Path, *options: str) -> Program:
+    port = find_port()
     # As root it wants to be told whom to become.
     user = ("-u", "nobody") if os.getuid() == 0 else ()
     command = [find_program("memcached"), "-l", "127.0.0.1", "-p", str(port), "-U", "0", *user, *options]

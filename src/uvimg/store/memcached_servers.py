@@ -241,7 +241,7 @@ def _translate(exc: Exception) -> UvimgError | None:
 
 
 def _translate_refusal(said: str) -> UvimgError:
-    if "out of memory" in said:
+    if "out of memory" in said.lower():
         return StoreFull()
     if "too large" in said:
         return StoreFull("The server behind the store takes no items of a megabyte.")
