@@ -22,6 +22,7 @@ from uvimg.apps.images import Images, ImagesSettings, Rendition, weigh
 from uvimg.apps.intermediates import Intermediates
 from uvimg.apps.keyvalue import KeyValue, KeyValueSettings
 from uvimg.apps.operations import PATHS, Health, Operations, OperationsSettings, judge_health
+from uvimg.apps.originals import Originals
 from uvimg.apps.recoding import Recoder
 from uvimg.cache import Cache
 from uvimg.coders import Coders
@@ -103,8 +104,8 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
 
 def _open_stores(settings: Settings) -> tuple[Store, SharingStore | None]:
     """The store, and the same as one with a cache that nodes share, where it is."""
-    store = open_store(settings.store, durability=settings.durability, timeout_s=settings.store_timeout_s)
     cache = open_cache(settings.cache, settings.cache_timeout_s)
+    store = _open_store(settings)
     if cache is None:
         return store, None
     sharing = SharingStore(store, cache, settings.cache_ttl_s, settings.cache_secret.encode(errors="surrogateescape"))
@@ -149,6 +150,25 @@ async def _starting_images(
             await images.drain()
     finally:
         await pool.stop()
+
+
+@contextlib.asynccontextmanager
+async def open_originals(settings: Settings) -> AsyncIterator[tuple[Store, Originals, int]]:
+    """A store, what takes originals into it as a service with these settings would, and its count of workers."""
+    store = _open_store(settings)
+    try:
+        pool = Pool(_pool_settings(settings, None))
+        _check_formats(settings, await pool.start())
+        try:
+            yield store, Originals(store, pool, _limits(settings), _formats(settings)), count_workers(settings)
+        finally:
+            await pool.stop()
+    finally:
+        await store.close()
+
+
+def _open_store(settings: Settings) -> Store:
+    return open_store(settings.store, durability=settings.durability, timeout_s=settings.store_timeout_s)
 
 
 @contextlib.asynccontextmanager
@@ -324,7 +344,7 @@ def _pool_settings(settings: Settings, script: _Script | None) -> PoolSettings:
         memory_bytes=settings.worker_memory,
         jobs_per_worker=settings.worker_jobs,
         sandbox=settings.sandbox,
-        formats=cast(tuple[Format, ...], settings.allowed_types),
+        formats=_formats(settings),
         script=script,
     )
 
@@ -378,16 +398,24 @@ def _rules(settings: Settings) -> Rules:
     )
 
 
+def _limits(settings: Settings) -> Limits:
+    return Limits(
+        max_pixels=settings.max_pixels,
+        max_side=settings.max_side,
+        max_frames=settings.max_frames,
+        max_progressive_pixels=settings.max_progressive_pixels,
+    )
+
+
+def _formats(settings: Settings) -> tuple[Format, ...]:
+    return cast(tuple[Format, ...], settings.allowed_types)
+
+
 def _images_settings(settings: Settings, script: _Script | None) -> ImagesSettings:
     return ImagesSettings(
         rules=_rules(settings),
-        limits=Limits(
-            max_pixels=settings.max_pixels,
-            max_side=settings.max_side,
-            max_frames=settings.max_frames,
-            max_progressive_pixels=settings.max_progressive_pixels,
-        ),
-        formats=cast(tuple[Format, ...], settings.allowed_types),
+        limits=_limits(settings),
+        formats=_formats(settings),
         max_bytes=settings.max_size,
         save_new=int(settings.save_new),
         recode=settings.recode,
