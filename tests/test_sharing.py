@@ -173,6 +173,22 @@ async def test_a_cache_that_is_away_is_a_miss_and_is_used_again_when_it_is_back(
                 await asyncio.sleep(0.01)
 
 
+async def test_a_cache_that_is_full_is_told_of_once_and_still_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    redis = start_redis(tmp_path, "--maxmemory", "3mb")
+    try:
+        async with sharing(url_of(redis)) as store:
+            await put(store, NAME, b"data")
+            for number in range(10):
+                await put(store, rendition_name(ORIGINAL, f"w{number}"), make_bytes(900_000, number))
+            assert has_bytes(await store.record(NAME), b"data")
+            assert store.tally.dropped > 5
+        assert caplog.text.count("the shared cache takes no more") == 1
+    finally:
+        redis.kill()
+
+
 @pytest.mark.parametrize("scheme", ["memcached", "redis"])
 async def test_a_cache_that_accepts_and_never_answers_makes_nobody_wait_for_long(scheme: str) -> None:
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -191,7 +207,19 @@ async def test_a_cache_that_accepts_and_never_answers_makes_nobody_wait_for_long
 
 
 @pytest.mark.parametrize(
-    "url", ["", "nothing", "redis:", "redis://", "memcached:host", "memcached://a:secret@b", "local:./data", "s3://b"]
+    "url",
+    [
+        "",
+        "nothing",
+        "redis:",
+        "redis://",
+        "memcached:host",
+        "memcached://a:secret@b",
+        "redis://a:secret@b:port",
+        "redis://a/?odd=secret",
+        "local:./data",
+        "s3://b",
+    ],
 )
 def test_an_url_that_is_no_cache_is_refused_with_a_sentence(url: str) -> None:
     with pytest.raises(ValueError, match="is not a shared cache") as told:

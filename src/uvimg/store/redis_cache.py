@@ -30,6 +30,11 @@ class RedisCache:
             # Its own three tries would make one call take seconds.
             retry=Retry(NoBackoff(), 0),
         )
+        try:
+            # Not opened yet; but what the URL says and nobody knows is found out now.
+            pool.make_connection()  # type: ignore[no-untyped-call]
+        except TypeError as exc:
+            raise ValueError("it has a parameter that is not known") from exc
         self._redis = aioredis.Redis.from_pool(pool)
         self._guard = Guard(_name(url), _translate, timeout_s)
         self.guards: Sequence[Guard] = (self._guard,)

@@ -88,6 +88,7 @@ class SharingStore:
 
     def __init__(self, store: Store, cache: SharedCache, ttl_s: int, secret: bytes = b"") -> None:
         self._store, self._cache, self._ttl_s, self._secret = store, cache, ttl_s, secret
+        self._is_full = False
         self.tally = Counts()
 
     @property
@@ -132,7 +133,10 @@ class SharingStore:
         record = await self._unseal(name, item)
         if record is None:
             self.tally.damaged += 1
-            log.warning("the shared cache has something else under the name of %s", name.decode(errors="replace"))
+            if self.tally.damaged == 1:
+                log.warning(
+                    "the shared cache has an item that is none of ours; it and all others like it are made anew"
+                )
         else:
             self.tally.hits += 1
         return record
@@ -178,10 +182,14 @@ class SharingStore:
                 return
             await self._cache.set(_key(name), item, self._ttl_s)
             self.tally.kept += 1
+            self._is_full = False
         except UvimgError as exc:
             self.tally.dropped += 1
+            # Of one that is away its guard tells.
             if not isinstance(exc, StoreDown):
-                log.warning("a rendition could not be shared: %s", exc.detail)
+                if not self._is_full:
+                    log.warning("the shared cache takes no more: %s", exc.detail)
+                self._is_full = True
 
     async def _forget(self, names: Sequence[bytes]) -> None:
         """Have the cache forget what has another place now, or none. One that is away may show it again later."""
