@@ -165,7 +165,7 @@ async def test_a_cache_that_is_away_is_a_miss_and_is_used_again_when_it_is_back(
             assert await store.record(NAME) is None
             assert await put(store, NAME, b"data") == make_record(b"data")
             await store.unbind([NAME])
-        assert all(guard.is_away for guard in store.guards)
+        assert all(guard.is_away for guard in store.cache_guards)
         program.start()
         async with asyncio.timeout(2):
             while not has_bytes(await store.record(NAME), b"data"):

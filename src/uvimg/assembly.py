@@ -7,7 +7,7 @@ Below `web`, so that an aiohttp application of ours can start a service in someb
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -39,7 +39,7 @@ from uvimg.imaging.pool import Pool, PoolSettings
 from uvimg.metrics import Metrics, Reading, watch_process
 from uvimg.service import App, Service
 from uvimg.store import Store, open_store
-from uvimg.store.sharing import Counts as SharedCounts
+from uvimg.store.guard import Guard
 from uvimg.store.sharing import SharingStore, open_cache
 
 
@@ -93,9 +93,9 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
         service = Service(root, access_log, version, metrics, pages=pages, mounts=mounts)
         metrics.watch(watch_process(lambda: pool.pids if pool else [], lambda: service.draining))
         metrics.view(lambda: _read_store(store))
-        metrics.watch(lambda: _read_guards(store))
+        metrics.watch(lambda: _read_guards(store.guards))
         if sharing is not None:
-            metrics.watch(lambda: _read_sharing(sharing.tally))
+            metrics.watch(lambda: _read_sharing(sharing))
         metrics.info = {"version": __version__} | ({"libvips": ready.libvips} if ready else {})
         # One that drains looks whether others serve.
         await metrics.publish()
@@ -276,15 +276,16 @@ def _read_store(store: Store) -> Iterator[Reading]:
         yield Reading("uvimg_store_free_bytes", (), measures.free_bytes)
 
 
-def _read_guards(store: Store) -> Iterator[Reading]:
-    for guard in store.guards:
+def _read_guards(guards: Sequence[Guard]) -> Iterator[Reading]:
+    for guard in guards:
         yield Reading("uvimg_backend_away", (guard.name,), guard.is_away)
         yield Reading("uvimg_backend_failures", (guard.name,), guard.failures)
         yield Reading("uvimg_backend_calls_refused", (guard.name,), guard.refused)
 
 
-def _read_sharing(counts: SharedCounts) -> Iterator[Reading]:
-    for outcome, count in msgspec.structs.asdict(counts).items():
+def _read_sharing(sharing: SharingStore) -> Iterator[Reading]:
+    yield from _read_guards(sharing.cache_guards)
+    for outcome, count in msgspec.structs.asdict(sharing.tally).items():
         yield Reading("uvimg_shared_cache_calls", (outcome,), count)
 
 

@@ -299,11 +299,11 @@ class MemcachedStore:
     async def _send(self, blob: Spool) -> _Head:
         """Send a blob's bytes; nobody can find them before its head is written."""
         if blob.size <= SMALL_BLOB_BYTES:
-            return _Head(blob.size, b"", await blob.read(0, blob.size))
+            return _Head(blob.size, b"", await blob.part(0, blob.size))
         # Of its own: what removes the chunks of one upload never meets those of another.
         head = _Head(blob.size, b"", None, secrets.token_bytes(16))
         for number, size in _chunks(head.size):
-            await self._servers.set(_chunk_key(head.upload, number), await blob.read(number * CHUNK_BYTES, size))
+            await self._servers.set(_chunk_key(head.upload, number), await blob.part(number * CHUNK_BYTES, size))
         return head
 
     async def _remove_chunks(self, head: _Head) -> None:

@@ -98,7 +98,12 @@ class SharingStore:
 
     @property
     def guards(self) -> Sequence[Guard]:
-        return (*self._store.guards, *self._cache.guards)
+        """The store's alone: all is well while the cache is away."""
+        return self._store.guards
+
+    @property
+    def cache_guards(self) -> Sequence[Guard]:
+        return self._cache.guards
 
     async def close(self) -> None:
         try:
@@ -110,9 +115,7 @@ class SharingStore:
 
     async def record(self, name: bytes) -> Record | None:
         if may_be_shared(name):
-            # From before there was a cache; to look takes a microsecond, where it can be done at all.
-            found = None if self._store.near is None else self._store.near.record(name)
-            found = found or await self._look(name)
+            found = await self._look(name)
             if found is not None:
                 return found
         return await self._store.record(name)

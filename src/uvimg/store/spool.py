@@ -1,112 +1,112 @@
-"""Bytes on their way between a client and a server of ours: a few in memory, more in a temporary file.
-
-For stores that send a blob whole, once its digest is known, and get it piece by piece.
-Surprise: the file is no more than a longer memory. It is gone with the spool, and nobody syncs it.
+"""An upload on its way to a server: hashed while it comes, held in memory while it is short, else in a file without a
+name, which goes with this process however it ends.
 """
 
 import asyncio
-import contextlib
+import errno
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any, BinaryIO, cast
 
 from uvimg.core.address import Digest
-from uvimg.core.errors import StoreFull
+from uvimg.core.errors import StoreDown, StoreFull, UvimgError
 from uvimg.core.message import Content, FilePart
 
-# Most originals are smaller, and all renditions.
-_MEMORY_BYTES = 1 << 20
-# Hashing this much takes 70 µs, less than to wake a thread for it.
-_AT_ONCE_BYTES = 131_072
-_FLUSH_BYTES = 262_144
+# Longer ones go to a file.
+MEMORY_BYTES = 1 << 20
+# Hashing this much takes a third of a millisecond: worth waking a thread for.
+_STEP_BYTES = 262_144
 
 
 class Spool:
-    """A blob on its way (`Incoming`). `watch` is called with each piece, in order, perhaps in another thread."""
+    """See `Incoming` in store/__init__.py. `digest` is there after `finish`, and the bytes until it is left."""
 
     def __init__(self, watch: Callable[[bytes], object] | None = None) -> None:
         self.size = 0
         self.digest: Digest = b""
         self._watch = watch
         self._sha256 = hashlib.sha256()
-        # Not hashed yet; hashed and in memory; the file with all that was hashed.
+        # What has come and is not hashed yet, and what is and is held in memory.
         self._pieces: list[bytes] = []
-        self._held = 0
-        self._memory: list[bytes] = []
-        self._file: int | None = None
-        self._path = ""
-        self._working: asyncio.Future[None] | None = None
+        self._coming = 0
+        self._held: list[bytes] = []
+        self._file: BinaryIO | None = None
+        self._working: asyncio.Future[Any] | None = None
 
     async def write(self, data: bytes) -> None:
         self.size += len(data)
-        self._held += len(data)
+        self._coming += len(data)
         self._pieces.append(data)
-        if self._held >= _FLUSH_BYTES:
-            await self._in_thread(self._flush)
+        if self._coming >= _STEP_BYTES:
+            await self._in_thread()
 
     async def finish(self) -> Digest:
-        if self._held <= _AT_ONCE_BYTES:
-            self._flush()
+        if self._coming > _STEP_BYTES // 4 or self._file is not None:
+            await self._in_thread()
         else:
-            await self._in_thread(self._flush)
+            self._take()
         self.digest = self._sha256.digest()
         return self.digest
 
     def content(self) -> Content:
-        """The bytes after `finish`. A file that it opens outlives the spool, and is the caller's to close."""
         if self._file is None:
-            if len(self._memory) > 1:
-                self._memory = [b"".join(self._memory)]
-            return self._memory[0]
-        return FilePart(open(self._path, "rb", buffering=0), 0, self.size)
+            return b"".join(self._held)
+        # Opened anew: whoever reads has a place in it of his own.
+        return FilePart(open(f"/proc/self/fd/{self._file.fileno()}", "rb", buffering=0), 0, self.size)
 
-    async def read(self, start: int, size: int) -> bytes:
-        """A piece of the bytes after `finish`."""
+    async def part(self, start: int, size: int) -> bytes:
+        """Some of the bytes, after `finish`."""
         if self._file is None:
-            content = self.content()
-            assert isinstance(content, bytes)
-            return content[start : start + size]
-        return await asyncio.to_thread(os.pread, self._file, size, start)
+            if len(self._held) > 1:
+                self._held = [b"".join(self._held)]
+            return self._held[0][start : start + size]
+        return await asyncio.to_thread(os.pread, self._file.fileno(), size, start)
 
     async def __aenter__(self) -> "Spool":
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        # A cancelled write goes on in its thread.
         if self._working is not None:
+            # What a thread is at is done to its end, also when nobody waits any more.
             await asyncio.gather(self._working, return_exceptions=True)
         if self._file is not None:
-            os.close(self._file)
-            self._file = None
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
+            self._file.close()
 
-    async def _in_thread(self, work: Callable[[], None]) -> None:
-        self._working = asyncio.ensure_future(asyncio.to_thread(work))
+    async def _in_thread(self) -> None:
+        if self._working is not None and not self._working.done():
+            await asyncio.gather(self._working, return_exceptions=True)
+        self._working = asyncio.ensure_future(asyncio.to_thread(self._take))
         await asyncio.shield(self._working)
 
-    def _flush(self) -> None:
-        data, self._pieces, self._held = b"".join(self._pieces), [], 0
+    def _take(self) -> None:
+        data = b"".join(self._pieces)
+        self._pieces, self._coming = [], 0
         self._sha256.update(data)
         if self._watch is not None:
             self._watch(data)
-        self._memory.append(data)
-        if self._file is None and self.size <= _MEMORY_BYTES:
-            return
-        with _told_when_full():
-            if self._file is None:
-                self._file, self._path = tempfile.mkstemp(prefix="uvimg-")
-            for piece in self._memory:
-                rest = memoryview(piece)
-                while rest:
-                    rest = rest[os.write(self._file, rest) :]
-        self._memory = []
+        self._held.append(data)
+        if self._file is not None or self.size > MEMORY_BYTES:
+            try:
+                self._spill()
+            except OSError as exc:
+                raise translate_file_error(exc) from exc
+
+    def _spill(self) -> None:
+        if self._file is None:
+            self._file = open_nameless()
+        for data in self._held:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        self._held = []
 
 
-@contextlib.contextmanager
-def _told_when_full() -> Iterator[None]:
-    try:
-        yield
-    except OSError as exc:
-        raise StoreFull("There is no room for a temporary file.") from exc
+def open_nameless() -> BinaryIO:
+    """A temporary file that nobody else sees."""
+    return cast(BinaryIO, tempfile.TemporaryFile(buffering=0))
+
+
+def translate_file_error(exc: OSError) -> UvimgError:
+    return StoreFull() if exc.errno in (errno.ENOSPC, errno.EDQUOT) else StoreDown()
