@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -10,15 +11,20 @@ from pathlib import Path
 import pytest
 
 from tests.backends import Program, find_port, list_memcached, start_memcached
+from tests.proxy import Mode, proxying
 from tests.test_store import get, make_bytes, make_record, put
 from uvimg.core.backend import parse_servers
 from uvimg.core.errors import StoreDown, StoreFull
+from uvimg.core.message import FilePart
 from uvimg.core.ring import Ring
 from uvimg.store import Record
 from uvimg.store.memcached import CHUNK_BYTES, MemcachedStore
 from uvimg.store.memcached_servers import Servers
 
 KEYS = [b"%d" % number for number in range(20_000)]
+# FAULT_SEED and FAULT_ROUNDS make other and longer forms of one of these.
+FAULT_SEED = int(os.environ.get("FAULT_SEED", "4869"))
+FAULTS: list[Mode] = ["delay", "cut", "silent", "refuse", "cut"] * int(os.environ.get("FAULT_ROUNDS", "1"))
 
 
 def test_each_server_has_its_share_of_the_keys() -> None:
@@ -341,6 +347,26 @@ async def test_a_name_that_points_elsewhere_by_now_is_not_taken_away(memcached: 
             assert await one.record(b"a") == make_record(new)
 
 
+async def test_what_was_begun_is_done_to_its_end_when_nobody_waits_any_more(memcached: Program) -> None:
+    data = make_bytes(3 * CHUNK_BYTES)
+    async with storing(memcached.port) as store:
+        for looks in range(30):
+            async with store.incoming() as incoming:
+                await incoming.write(data)
+                await incoming.finish()
+                binding = asyncio.create_task(store.bind([b"x", b"y"], make_record(data), incoming))
+                for _ in range(looks):
+                    await asyncio.sleep(0)
+                binding.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await binding
+            names = [await store.record(name) is not None for name in (b"x", b"y")]
+            # One that was not begun leaves nothing.
+            assert names == [looks > 0] * 2
+            await store.unbind([b"x", b"y"])
+            assert list_memcached(memcached.port) == []
+
+
 async def test_two_nodes_count_every_increment(memcached: Program) -> None:
     async with storing(memcached.port) as one, storing(memcached.port) as other:
 
@@ -352,6 +378,75 @@ async def test_two_nodes_count_every_increment(memcached: Program) -> None:
         record = await one.record(b"n")
         assert record is not None
         assert record.facts == b"80"
+
+
+async def test_faults_on_the_way_lose_nothing_that_was_acknowledged_and_give_no_wrong_byte(memcached: Program) -> None:
+    chance = random.Random(FAULT_SEED)
+    timeout_s = 0.15
+    loop = asyncio.get_running_loop()
+    # What a name may point at: what was acknowledged last, and what was tried since and may have come about.
+    possible: dict[bytes, list[bytes | None]] = {b"n%d" % number: [None] for number in range(6)}
+    longest_s = 0.0
+    done = Counter[str]()
+
+    async def work(store: MemcachedStore, name: bytes, rounds: int) -> None:
+        nonlocal longest_s
+        for _ in range(rounds):
+            data = make_bytes(chance.choice((100, 3000, CHUNK_BYTES + 1)), chance.randrange(5))
+            started = loop.time()
+            try:
+                match chance.randrange(4):
+                    case 0:
+                        # A write that was given up may still be on its way to where there is no name.
+                        possible[name].append(None)
+                        await store.unbind([name])
+                        possible[name] = [None, *possible[name][1:]]
+                    case 1:
+                        possible[name].append(data)
+                        assert await put(store, name, data) == make_record(data)
+                        possible[name] = [data]
+                    case _:
+                        record = await store.record(name)
+                        assert record in [value and make_record(value) for value in possible[name]]
+                        if record is not None:
+                            found = await get_whole(store, record)
+                            assert found in possible[name]
+                done["well"] += 1
+            except StoreDown:
+                done["away"] += 1
+                await asyncio.sleep(0.005)
+            longest_s = max(longest_s, loop.time() - started)
+
+    async with proxying(memcached.port) as proxy, storing(proxy.port, timeout_s) as store:
+        for mode in FAULTS:
+            proxy.mode = mode
+            await asyncio.gather(*(work(store, name, 12) for name in possible))
+            proxy.mode = "through"
+            async with asyncio.timeout(2):
+                while True:
+                    with contextlib.suppress(StoreDown):
+                        await store.record(b"any")
+                        break
+                    await asyncio.sleep(0.01)
+        await asyncio.gather(*(work(store, name, 12) for name in possible))
+        for name, values in possible.items():
+            record = await store.record(name)
+            assert record in [value and make_record(value) for value in values]
+            assert record is None or await get_whole(store, record) in values
+    assert done["well"] > 100
+    assert done["away"] > 50
+    # Some calls in a row, each of which is bounded; most of that is the machine's.
+    assert longest_s < 30 * timeout_s
+
+
+async def get_whole(store: MemcachedStore, record: Record) -> bytes | None:
+    """A blob that has a name, and so is there, whatever was tried with its other names."""
+    content = await store.get(record.digest)
+    if isinstance(content, FilePart):
+        with contextlib.closing(content):
+            return content.file.read(content.size)
+    assert content is not None
+    return content
 
 
 async def test_a_server_that_has_no_room_says_so_and_is_not_away(tmp_path: Path) -> None:

@@ -316,6 +316,7 @@ def test_killing_the_cache_under_load_fails_no_request(start_server: Callable[..
         answer_more(50)
         program.kill()
         answer_more(50)
+        assert server.get("/health").status_code == 200
         program.start()
         hits = calls(server, "hits")
         started = time.monotonic()
