@@ -21,7 +21,7 @@ from uvimg.store import Record
 from uvimg.store.memcached import CHUNK_BYTES, MemcachedStore
 from uvimg.store.memcached_servers import Servers
 
-KEYS = [b"%d" % number for number in range(20_000)]
+KEYS = [b"%d" % number for number in range(5_000)]
 # FAULT_SEED and FAULT_ROUNDS make other and longer forms of one of these.
 FAULT_SEED = int(os.environ.get("FAULT_SEED", "4869"))
 FAULTS: list[Mode] = ["delay", "cut", "silent", "refuse", "cut"] * int(os.environ.get("FAULT_ROUNDS", "1"))
