@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import redis
@@ -108,3 +109,22 @@ def start_redis_cluster(folder: Path) -> list[Program]:
 def _is_in_order(client: redis.Redis) -> bool:
     facts = str(client.execute_command("CLUSTER INFO"))
     return "'cluster_state': 'ok'" in facts and "'cluster_known_nodes': '3'" in facts
+
+
+def start_memcached(folder: Path, *options: str) -> Program:
+    port = find_port()
+    # As root it wants to be told whom to become.
+    user = ("-u", "nobody") if os.getuid() == 0 else ()
+    command = [find_program("memcached"), "-l", "127.0.0.1", "-p", str(port), "-U", "0", *user, *options]
+    return Program(command, port, folder)
+
+
+def list_memcached(port: int) -> list[str]:
+    """The keys of all that it holds."""
+    with socket.create_connection(("127.0.0.1", port), 5) as asked, asked.makefile("rb") as answer:
+        asked.sendall(b"lru_crawler metadump all\r\n")
+        keys: list[str] = []
+        while (line := answer.readline()) != b"END\r\n":
+            assert line.startswith(b"key="), line
+            keys.append(unquote(line.split()[0].removeprefix(b"key=").decode()))
+        return keys

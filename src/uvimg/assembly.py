@@ -7,7 +7,7 @@ Below `web`, so that an aiohttp application of ours can start a service in someb
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -39,6 +39,8 @@ from uvimg.imaging.pool import Pool, PoolSettings
 from uvimg.metrics import Metrics, Reading, watch_process
 from uvimg.service import App, Service
 from uvimg.store import Store, open_store
+from uvimg.store.guard import Guard
+from uvimg.store.sharing import SharingStore, open_cache
 
 
 class CannotStart(Exception):
@@ -63,7 +65,7 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
     metrics = Metrics(settings.metrics_dir)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(_publishing(metrics))
-        store = _open_store(settings)
+        store, sharing = _open_stores(settings)
         stack.push_async_callback(store.close)
         codings = await stack.enter_async_context(_coding(settings, store, metrics))
         apps: dict[str, App] = {}
@@ -91,11 +93,23 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
         service = Service(root, access_log, version, metrics, pages=pages, mounts=mounts)
         metrics.watch(watch_process(lambda: pool.pids if pool else [], lambda: service.draining))
         metrics.view(lambda: _read_store(store))
-        metrics.watch(lambda: _read_guards(store))
+        metrics.watch(lambda: _read_guards(store.guards))
+        if sharing is not None:
+            metrics.watch(lambda: _read_sharing(sharing))
         metrics.info = {"version": __version__} | ({"libvips": ready.libvips} if ready else {})
         # One that drains looks whether others serve.
         await metrics.publish()
         yield Assembled(service, Service(operations, access_log, version, metrics), ready)
+
+
+def _open_stores(settings: Settings) -> tuple[Store, SharingStore | None]:
+    """The store, and the same as one with a cache that nodes share, where it is."""
+    cache = open_cache(settings.cache, settings.cache_timeout_s)
+    store = _open_store(settings)
+    if cache is None:
+        return store, None
+    sharing = SharingStore(store, cache, settings.cache_ttl_s, settings.cache_secret.encode(errors="surrogateescape"))
+    return sharing, sharing
 
 
 # Where an app is among several.
@@ -263,11 +277,17 @@ def _read_store(store: Store) -> Iterator[Reading]:
         yield Reading("uvimg_store_free_bytes", (), measures.free_bytes)
 
 
-def _read_guards(store: Store) -> Iterator[Reading]:
-    for guard in store.guards:
+def _read_guards(guards: Sequence[Guard]) -> Iterator[Reading]:
+    for guard in guards:
         yield Reading("uvimg_backend_away", (guard.name,), guard.is_away)
         yield Reading("uvimg_backend_failures", (guard.name,), guard.failures)
         yield Reading("uvimg_backend_calls_refused", (guard.name,), guard.refused)
+
+
+def _read_sharing(sharing: SharingStore) -> Iterator[Reading]:
+    yield from _read_guards(sharing.cache_guards)
+    for outcome, count in msgspec.structs.asdict(sharing.tally).items():
+        yield Reading("uvimg_shared_cache_calls", (outcome,), count)
 
 
 # Settings, as each part sees them

@@ -21,7 +21,7 @@ from cachetools import LRUCache
 from uvimg.apps.codings import Codings
 from uvimg.apps.intermediates import Intermediates
 from uvimg.apps.originals import Facts, Originals, Staged, Stored, read_facts, read_source
-from uvimg.apps.renditions import close, hash_bytes, is_whole, keep_rendition
+from uvimg.apps.renditions import close, find_bytes, hash_bytes, is_whole, keep_rendition, without_bytes
 from uvimg.cache import Cache
 from uvimg.core.access import AccessRules, Network, find_client, is_cross_site, is_rebound
 from uvimg.core.address import Digest, image_name, rendition_name, renditions_prefix
@@ -34,6 +34,7 @@ from uvimg.core.errors import (
     MethodNotAllowed,
     NoLength,
     NotFound,
+    NotImplementedHere,
     RangeNotSatisfiable,
     TooLarge,
     Undecodable,
@@ -374,7 +375,8 @@ class Images:
 
     async def _is_another(self, original: Record, rendition: Record, key: str) -> bool:
         """Whether the rendition of this key is another one by now, or gone with its image."""
-        known = await self._store.record(rendition_name(original.digest, key))
+        found = await self._store.record(rendition_name(original.digest, key))
+        known = None if found is None else without_bytes(found)
         # One that is the original itself need not be kept.
         return known != rendition and (known is not None or rendition.digest != original.digest)
 
@@ -425,10 +427,10 @@ class Images:
         record = ahead.record if ahead.name == name else await self._store.record(name)
         content: Content | None = ahead.body if ahead.name == name else None
         if content is None and record is not None:
-            content = await self._store.get(record.digest)
+            content = await find_bytes(self._store, record)
         close(content)
         if record is not None and content is not None and is_whole(record, content):
-            return Rendition(record, content if isinstance(content, bytes) else None), "store"
+            return Rendition(without_bytes(record), content if isinstance(content, bytes) else None), "store"
         rendered, body, lasts = await self._render(query, original, plan)
         if rendered.as_original:
             record = msgspec.structs.replace(original, facts=b"")
@@ -591,8 +593,10 @@ class Images:
 
     async def _forget_renditions(self, digest: Digest) -> None:
         prefix = renditions_prefix(digest)
-        while page := await self._store.scan(prefix, limit=100):
-            await self._store.unbind([name for name, _ in page])
+        # Where nothing can be listed they are left: whoever asks for one is asked for its image first.
+        with contextlib.suppress(NotImplementedHere):
+            while page := await self._store.scan(prefix, limit=100):
+                await self._store.unbind([name for name, _ in page])
         self._cache.forget(lambda key: key[0] == digest)
 
     def _answer_page(self, request: Request, query: Page | Options) -> Response:

@@ -221,4 +221,8 @@ def open_store(
             from uvimg.store.redis import RedisStore
 
             return RedisStore(url, timeout_s)
+        case "memcached":
+            from uvimg.store.memcached import MemcachedStore
+
+            return MemcachedStore(rest, timeout_s=timeout_s)
     raise AssertionError(f"nothing opens {scheme}:")
