@@ -14,6 +14,7 @@ import pyvips
 import requests
 
 from bench import corpus
+from tests.backends import S3
 
 
 class Server:
@@ -170,3 +171,14 @@ def make_certificate(folder: Path, *options: str) -> Path:
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_certificate(tmp_path_factory.mktemp("certificate"))
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    """An S3 server, and the environment in which stores find its keys."""
+    server = S3(tmp_path_factory.mktemp("s3"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield server
+    server.program.stop()

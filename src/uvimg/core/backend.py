@@ -2,8 +2,17 @@
 
 import re
 
+from uvimg.core.bucket import parse_bucket
+
 # What is written behind each scheme, as told to who wrote something else.
-SCHEMES = {"local": "local:DIR", "memory": "memory:"}
+SCHEMES = {
+    "local": "local:DIR",
+    "memory": "memory:",
+    "s3": "s3://BUCKET/PREFIX",
+    "gs": "gs://BUCKET/PREFIX",
+    "az": "az://CONTAINER/PREFIX",
+}
+_BUCKETS = ("s3", "gs", "az")
 
 _USERINFO = re.compile(r"(?<=://)[^/?#]*@")
 _VALUE = re.compile(r"(?<==)[^&#]+")
@@ -14,6 +23,8 @@ def split_url(url: str) -> tuple[str, str]:
     scheme, colon, rest = url.partition(":")
     if not colon or scheme not in SCHEMES or (scheme == "memory") != (not rest):
         raise ValueError(f"'{hide_secrets(url)}' is not a store: write {' or '.join(SCHEMES.values())}")
+    if scheme in _BUCKETS:
+        parse_bucket(scheme, rest)
     return scheme, rest
 
 

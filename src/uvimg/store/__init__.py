@@ -10,13 +10,13 @@ Rule: a backend's foreign errors become StoreDown and StoreFull at its own edge.
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, runtime_checkable
 
 import msgspec
 
 from uvimg.core.address import Digest
 from uvimg.core.backend import split_url
-from uvimg.core.message import Content
+from uvimg.core.message import Content, Pieces
 from uvimg.store.guard import Guard
 
 Durability = Literal["commit", "os"]
@@ -184,6 +184,14 @@ class Store(Protocol):
     async def close(self) -> None: ...
 
 
+@runtime_checkable
+class Streams(Protocol):
+    """A store that is so far away that a large blob is better sent on while it comes, and a part of it alone."""
+
+    async def stream(self, digest: Digest, start: int, stop: int) -> Pieces | None:
+        """The bytes from start to stop; None where there is no such blob, or a shorter one."""
+
+
 def open_store(
     url: str, *, create: bool = True, durability: Durability = "commit", timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Store:
@@ -205,4 +213,9 @@ def open_store(
             from uvimg.store.memory import MemoryStore
 
             return MemoryStore()
+        case "s3" | "gs" | "az":
+            from uvimg.core.bucket import parse_bucket
+            from uvimg.store.objects import ObjectStore
+
+            return ObjectStore(parse_bucket(scheme, rest), timeout_s)
     raise AssertionError(f"nothing opens {scheme}:")
