@@ -1,21 +1,18 @@
 """The images app: an original once, any rendition of it, in zimg's dialect and in today's.
 
-An original has two names, its SHA-256 and its MD5 (zimg's id), with equal records; a rendition's name
-is the original's SHA-256 and its plan's key. Renditions are kept, and may be lost: they are made again.
-Rule: nothing is bound before a worker has decoded it to its end.
+A rendition's name is the SHA-256 of its original and the key of its plan. Renditions are kept, and may be lost: they
+are made again.
 """
 
 import asyncio
 import contextlib
-import hashlib
 import html
 import logging
 import sys
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -23,6 +20,7 @@ from cachetools import LRUCache
 
 from uvimg.apps.codings import Codings
 from uvimg.apps.intermediates import Intermediates
+from uvimg.apps.originals import Facts, Originals, Staged, Stored, read_facts, read_source
 from uvimg.apps.renditions import close, hash_bytes, is_whole, keep_rendition
 from uvimg.cache import Cache
 from uvimg.core.access import AccessRules, Network, find_client, is_cross_site, is_rebound
@@ -43,16 +41,16 @@ from uvimg.core.errors import (
     UvimgError,
 )
 from uvimg.core.form import FormReader, PartBegins, PartData, PartEnds
-from uvimg.core.formats import HEAD_BYTES, Format, media_type, recognise
+from uvimg.core.formats import Format, media_type
 from uvimg.core.message import Content, FilePart, Request, Response
 from uvimg.core.negotiate import Failed, NotModified, Part, Unsatisfiable, Whole, choose_answer, http_date
 from uvimg.core.params import Params
 from uvimg.core.plan import Plan, Rules, Source, make_plan
 from uvimg.core.route import Describe, Options, Page, Query, Remove, Show, Upload, face_of, read_fields, route
 from uvimg.core.types import Types
-from uvimg.imaging import Inspect, Inspected, Limits, Planned, Rendered, RenderType, rendering
+from uvimg.imaging import Limits, Planned, Rendered, RenderType, rendering
 from uvimg.imaging.pool import Pool
-from uvimg.store import Incoming, Near, Record, Store
+from uvimg.store import Near, Record, Store
 
 log = logging.getLogger("uvimg.images")
 
@@ -91,13 +89,6 @@ class ImagesSettings:
     admin_page: bytes
 
 
-class Facts(msgspec.Struct, frozen=True, array_like=True):
-    """The facts in an original's record."""
-
-    md5: str
-    source: Source
-
-
 @dataclass(frozen=True, slots=True)
 class Rendition:
     """A rendition's record, and its bytes where they are at hand. Not every one `lasts` longer than its answer."""
@@ -107,30 +98,10 @@ class Rendition:
     lasts: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One uploaded image, in the store."""
-
-    record: Record
-    facts: Facts
-    conflict: DigestConflict | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    """An image that is all there and sound, and has no name yet."""
-
-    incoming: Incoming
-    record: Record
-    md5: str
-
-
 class _CodedAnew(Exception):
     """A rendition has another blob by now, or none."""
 
 
-_encode_facts = msgspec.msgpack.Encoder().encode
-_decode_facts = msgspec.msgpack.Decoder(Facts).decode
 _encode_json = msgspec.json.Encoder().encode
 
 # What a request means is a pure function of method, path and query, and most requests repeat one. Long ones
@@ -142,11 +113,6 @@ _NO_TYPE = "There is no such type of this image."
 
 # Renditions on their way into a slow store, held in memory meanwhile; more are not kept.
 _MAX_KEEPING_BYTES = 256 << 20
-
-
-def read_source(original: Record) -> Source:
-    """The facts about an original that its record holds."""
-    return _decode_facts(original.facts).source
 
 
 class Images:
@@ -164,13 +130,14 @@ class Images:
         codings: Codings,
     ) -> None:
         self._settings, self._codings = settings, codings
+        self._originals = Originals(store, pool, settings.limits, settings.formats)
         self._store, self._pool, self._cache, self._intermediates = store, pool, cache, intermediates
         self._keeping: set[asyncio.Task[None]] = set()
         self._keeping_bytes = 0
 
         @lru_cache(8192)
         def plan(params: Params, digest: Digest, facts: bytes, size: int) -> tuple[Plan, str]:
-            made = make_plan(params, _decode_facts(facts).source, size, settings.rules)
+            made = make_plan(params, read_facts(facts).source, size, settings.rules)
             return made, made.key
 
         @lru_cache(4096)
@@ -507,8 +474,8 @@ class Images:
         body = _bounded(request.body, self._settings.max_bytes)
         if content_type.partition(";")[0].strip().lower() == "multipart/form-data":
             return await self._upload_form(request, _Files(FormReader(content_type), body))
-        async with self._stage(body) as staged:
-            stored = await self._bind(staged)
+        async with self._originals.stage(body) as staged:
+            stored = await self._originals.bind(staged)
         if face == "images":
             return _answer_created(request, stored)
         if stored.conflict:
@@ -520,18 +487,20 @@ class Images:
         only_one = face_of(request.path) == "images"
         outcomes: list[tuple[str, Stored | UvimgError]] = []
         async with contextlib.AsyncExitStack() as stack:
-            received: list[tuple[str, _Staged | UvimgError]] = []
+            received: list[tuple[str, Staged | UvimgError]] = []
             async for filename in files:
                 if only_one and received:
                     raise BadRequest("Send one file at a time here; POST /upload takes many.")
                 try:
-                    received.append((filename, await stack.enter_async_context(self._stage(files.data()))))
+                    received.append((filename, await stack.enter_async_context(self._originals.stage(files.data()))))
                 except UvimgError as exc:
                     if files.broken or only_one or exc.status >= 500:
                         raise
                     received.append((filename, exc))
             for filename, staged in received:
-                outcomes.append((filename, await self._bind(staged) if isinstance(staged, _Staged) else staged))
+                outcomes.append(
+                    (filename, await self._originals.bind(staged) if isinstance(staged, Staged) else staged)
+                )
         if only_one:
             if not outcomes:
                 raise BadRequest("The form holds no file.")
@@ -542,59 +511,6 @@ class Images:
             return _tell_form_as_json(outcomes)
         return _html(_tell_form(request, outcomes, self._settings.port))
 
-    @contextlib.asynccontextmanager
-    async def _stage(self, chunks: AsyncIterable[bytes]) -> "AsyncIterator[_Staged]":
-        """One image received, recognised and decoded to its end; it goes away again unless it is bound."""
-        md5 = hashlib.md5(usedforsecurity=False)
-        async with self._store.incoming(md5.update) as incoming:
-            format = await self._receive(chunks, incoming.write)
-            digest = await incoming.finish()
-            record = await self._store.record(image_name(digest.hex()))
-            if record is None:
-                content = incoming.content()
-                try:
-                    inspected, _ = await self._pool.run(Inspect(format, self._settings.limits), content, "uploads")
-                finally:
-                    close(content)
-                assert isinstance(inspected, Inspected)
-                facts = _encode_facts(Facts(md5.hexdigest(), inspected.source))
-                record = Record(digest, incoming.size, media_type(inspected.source.format), int(time.time()), facts)
-            yield _Staged(incoming, record, md5.hexdigest())
-
-    async def _bind(self, staged: "_Staged") -> Stored:
-        """Give an image its two names, both or none."""
-        digest = staged.record.digest
-        names = [image_name(digest.hex()), image_name(staged.md5)]
-        bound, alias = await self._store.bind(names, staged.record, staged.incoming, replace=False)
-        assert bound is not None
-        assert alias is not None
-        conflict = DigestConflict(digest.hex()) if alias.digest != digest else None
-        return Stored(bound, _decode_facts(bound.facts), conflict)
-
-    async def _receive(self, chunks: AsyncIterable[bytes], write: Callable[[bytes], Any]) -> Format:
-        """Pass the bytes on. What is no image is refused as soon as its first bytes say so."""
-        head = b""
-        format: Format | None = None
-        async for chunk in chunks:
-            if format is None:
-                head += chunk
-                if len(head) < HEAD_BYTES:
-                    continue
-                chunk, format = head, self._recognise(head)
-            await write(chunk)
-        if format is None:
-            if not head:
-                raise BadRequest("The body is empty.")
-            format = self._recognise(head)
-            await write(head)
-        return format
-
-    def _recognise(self, head: bytes) -> Format:
-        format = recognise(head[:HEAD_BYTES])
-        if format is None or format not in self._settings.formats:
-            raise UnsupportedType(f"This is not an image of a type taken here ({', '.join(self._settings.formats)}).")
-        return format
-
     # Facts, removal, pages
 
     async def _describe(self, request: Request, query: Describe) -> Response:
@@ -604,7 +520,7 @@ class Images:
         record = await self._store.record(image_name(query.image_id))
         if record is None:
             raise NotFound()
-        facts = _decode_facts(record.facts)
+        facts = read_facts(record.facts)
         return _json(_describe(record, facts) if modern else {"ret": True, "info": _describe_as_zimg(record, facts)})
 
     async def _remove(self, request: Request, query: Remove) -> Response:
@@ -615,7 +531,7 @@ class Images:
         if record is None:
             raise NotFound()
         # After a conflict the MD5 is another image's name, and stays.
-        names = [image_name(record.digest.hex()), image_name(_decode_facts(record.facts).md5)]
+        names = [image_name(record.digest.hex()), image_name(read_facts(record.facts).md5)]
         await self._store.unbind(names, record.digest)
         await self._forget_renditions(record.digest)
         await self._codings.forget(record.digest)
