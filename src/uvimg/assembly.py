@@ -27,7 +27,7 @@ from uvimg.cache import Cache
 from uvimg.coders import Coders
 from uvimg.config import Settings
 from uvimg.core.access import parse_network, parse_rules
-from uvimg.core.errors import StoreDown
+from uvimg.core.errors import Elsewhere, StoreDown
 from uvimg.core.formats import Format, parse_output_format
 from uvimg.core.plan import Rules
 from uvimg.core.pyramid import PyramidRules
@@ -38,6 +38,7 @@ from uvimg.imaging.pool import Pool, PoolSettings
 from uvimg.metrics import Metrics, Reading, watch_process
 from uvimg.service import App, Service
 from uvimg.store import Store, open_store
+from uvimg.store.tier import TieredStore
 
 
 class CannotStart(Exception):
@@ -63,6 +64,10 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(_publishing(metrics))
         store = open_store(settings.store, durability=settings.durability, timeout_s=settings.store_timeout_s)
+        if settings.tier:
+            store = tier = TieredStore(store, Path(settings.tier), settings.tier_size, settings.tier_valid_s)
+            metrics.watch(lambda: _read_tier(tier))
+            metrics.view(lambda: _read_tier_room(tier, settings.tier_size))
         stack.push_async_callback(store.close)
         codings = await stack.enter_async_context(_coding(settings, store, metrics))
         apps: dict[str, App] = {}
@@ -182,6 +187,9 @@ def _find_health(service: Service, pool: Pool | None, store: Store, *, shared: b
             store.near.record(b"health")
     except StoreDown:
         store_answers = False
+    except Elsewhere:
+        # What is at hand is served, however the store is.
+        store_answers = True
     else:
         store_answers = True
     return judge_health(draining=draining, workerless_s=pool.workerless_s if pool else 0.0, store_answers=store_answers)
@@ -240,6 +248,16 @@ def _read_store(store: Store) -> Iterator[Reading]:
         yield Reading("uvimg_store_names", (), measures.names)
         yield Reading("uvimg_store_database_bytes", (), measures.database_bytes)
         yield Reading("uvimg_store_free_bytes", (), measures.free_bytes)
+
+
+def _read_tier_room(tier: TieredStore, limit_bytes: int) -> Iterator[Reading]:
+    yield Reading("uvimg_tier_bytes", (), tier.kept_bytes)
+    yield Reading("uvimg_tier_limit_bytes", (), limit_bytes)
+
+
+def _read_tier(tier: TieredStore) -> Iterator[Reading]:
+    yield Reading("uvimg_tier_blobs", ("here",), tier.hits)
+    yield Reading("uvimg_tier_blobs", ("fetched",), tier.misses)
 
 
 def _read_guards(store: Store) -> Iterator[Reading]:

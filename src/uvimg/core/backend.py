@@ -12,6 +12,8 @@ SCHEMES = {
     "gs": "gs://BUCKET/PREFIX",
     "az": "az://CONTAINER/PREFIX",
 }
+# Those that need no server.
+NEAR_SCHEMES = ("local", "memory")
 _BUCKETS = ("s3", "gs", "az")
 
 _USERINFO = re.compile(r"(?<=://)[^/?#]*@")

@@ -69,7 +69,11 @@ class Measures(msgspec.Struct, frozen=True):
 
 
 class Near(Protocol):
-    """The reads of a store that can answer in this very call."""
+    """The reads of a store that can answer in this very call.
+
+    One that has only some of it at hand raises Elsewhere for the record of a name that it does not know, and gives no
+    blob (None) that it does not have.
+    """
 
     def version(self) -> int:
         """Another number after every change, whichever process made it; a change that was answered is counted."""
