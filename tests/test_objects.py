@@ -6,7 +6,7 @@ import hashlib
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,15 +139,37 @@ async def test_two_nodes_count_together(s3: S3) -> None:
         assert sorted(int(new.inline or 0) for ((_, new),) in changed if new) == list(range(1, 41))
 
 
-async def test_two_nodes_leave_both_names_of_an_image_or_none(s3: S3) -> None:
+def pause_before_second_name(store: ObjectStore, until: Awaitable[Any]) -> None:
+    """Let something else happen whole between the changes of one name and of the next."""
+    swap, names = store._swap, 0
+
+    async def swap_later(*arguments: Any) -> Any:
+        nonlocal names
+        names += 1
+        if names == 2:
+            await until
+        return await swap(*arguments)
+
+    store._swap = swap_later  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("interrupted", ["upload", "removal"])
+async def test_two_nodes_leave_both_names_of_an_image_or_none(s3: S3, interrupted: str) -> None:
     data, url = make_bytes(5000), s3.url()
     names, digest = [b"images/sha256", b"images/md5"], make_record(make_bytes(5000)).digest
     async with opened(url) as one, opened(url) as other:
-        for _ in range(12):
-            await asyncio.gather(
-                *(put(store, names, data) for store in (one, other)),
-                *(store.unbind(names, digest) for store in (one, other, one)),
-            )
+        if interrupted == "upload":
+            pause_before_second_name(one, other.unbind(names, digest))
+            await put(one, names, data)
+        else:
+            await put(other, names, data)
+            pause_before_second_name(one, put(other, names, data))
+            await one.unbind(names, digest)
+        assert [await other.record(name) for name in names] == [None, None]
+    async with opened(url) as one, opened(url) as other:
+        for _ in range(8):
+            work = [put(one, names, data), put(other, names, data), one.unbind(names, digest)]
+            await asyncio.gather(*work, other.unbind(names, digest))
             records = [await one.record(name) for name in names]
             assert records in ([None, None], [make_record(data)] * 2)
             assert (records[0] is None) or await read(other, data) == data
