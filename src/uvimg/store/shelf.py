@@ -2,13 +2,15 @@
 
 What nobody has asked for lately goes first: a hand goes around the index, spares what was used since it came by
 last, and removes the rest (the clock algorithm). How much there is, and where the hand stands, is kept in the same
-LMDB transaction as what is there, so the bound holds however many processes there are and however they end.
+LMDB transaction as what is there, so the bound holds however many processes there are and however they end. Small
+blobs lie in the database, whose file never becomes smaller, so they have half of the room at most, and larger ones
+what the file leaves of it.
 Rule: nothing that is kept here is missed when it is gone, and nothing is believed because it lies here. Before a
 process gives a blob for the first time it holds it against its address; later it looks whether the file is the same
 one, of the same size and not written to since.
 
     DIR/format           which layout this is
-    DIR/index/           LMDB: (entries) size and whether it was used, (small) blobs, (state) the sum and the hand
+    DIR/index/           LMDB: small (blobs); size of each blob and whether it was used (minor, major); sums and hands
     DIR/blobs/ab/ab…     larger blobs
     DIR/incoming/        files on their way
 """
@@ -26,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import lmdb
 
@@ -57,6 +60,13 @@ _ORPHAN_AGE_S = 600
 _Marks = tuple[int, int, int, int]
 
 
+class _Kind:
+    """Blobs that share a bound: those in the database, or those in files."""
+
+    def __init__(self, name: bytes, entries: Any) -> None:
+        self.entries, self.sum, self.hand = entries, name + b" sum", name + b" hand"
+
+
 class Shelf:
     """StoreDown when the folder cannot be used. `max_bytes` bounds the disk space of what is kept."""
 
@@ -68,15 +78,14 @@ class Shelf:
             self._env = lmdb.open(
                 str(folder / "index"),
                 map_size=2 * max_bytes + (1 << 30),
-                max_dbs=3,
+                max_dbs=4,
                 max_readers=1024,
                 readahead=False,
                 # What is lost of it is fetched again; but a page must not be lost without those that point at it.
                 metasync=False,
             )
-            self._entries, self._small, self._state = (
-                self._env.open_db(name) for name in (b"entries", b"small", b"state")
-            )
+            self._small, self._state = (self._env.open_db(name) for name in (b"small", b"state"))
+            self._minor, self._major = (_Kind(name, self._env.open_db(name)) for name in (b"minor", b"major"))
             self._env.reader_check()
         except (OSError, lmdb.Error) as exc:
             raise StoreDown(f"The tier in {folder} cannot be opened: {exc}.") from exc
@@ -95,7 +104,7 @@ class Shelf:
     def kept_bytes(self) -> int:
         """What all that is kept takes."""
         with contextlib.suppress(lmdb.Error), self._env.begin() as txn:
-            return self._sum(txn)
+            return self._sum(txn, self._minor) + self._sum(txn, self._major)
         return 0
 
     def get(self, digest: Digest) -> Content | None:
@@ -234,9 +243,10 @@ class Shelf:
         used, self._used = self._used, set()
         # A list in one step: another thread may be adding to it at this moment.
         for digest in list(used):
-            entry = txn.get(digest, db=self._entries)
-            if entry is not None:
-                txn.put(digest, _ENTRY.pack(_ENTRY.unpack(entry)[0], True), db=self._entries)
+            for kind in (self._minor, self._major):
+                entry = txn.get(digest, db=kind.entries)
+                if entry is not None:
+                    txn.put(digest, _ENTRY.pack(_ENTRY.unpack(entry)[0], True), db=kind.entries)
 
     def _keep(self, digest: Digest, content: Content, size: int) -> None:
         if isinstance(content, bytes) and size <= SMALL_BLOB_BYTES:
@@ -249,9 +259,9 @@ class Shelf:
             _copy(content, file)
 
             def enter(txn: lmdb.Transaction) -> None:
-                self._enter(txn, digest, size, None)
-                # Under the lock of all processes, as every removal is.
+                # Under the lock of all processes, as every removal is; and first, for the hand may stop at this one.
                 os.rename(path, self._blobs + blob_path(digest))
+                self._enter(txn, digest, size, None)
 
             self._change(enter)
             self._trust(digest, _marks_of(file))
@@ -263,20 +273,25 @@ class Shelf:
     def _enter(self, txn: lmdb.Transaction, digest: Digest, size: int, data: bytes | None) -> None:
         if self._used:
             self._mark_used(txn)
+        # The file of one that was there before is about to be replaced.
         self._remove(txn, digest, unlink=False)
-        total = self._make_room(txn, self._sum(txn) + _weigh(size))
-        txn.put(digest, _ENTRY.pack(size, False), db=self._entries)
+        kind = self._major if data is None else self._minor
         if data is not None:
+            self._make_room(txn, self._minor, self._max_bytes // 2 - _weigh(size))
             txn.put(digest, data, db=self._small)
-        txn.put(b"sum", _SUM.pack(total), db=self._state)
+        txn.put(digest, _ENTRY.pack(size, False), db=kind.entries)
+        txn.put(kind.sum, _SUM.pack(self._sum(txn, kind) + _weigh(size)), db=self._state)
+        index = (self._env.info()["last_pgno"] + 1) * _PAGE_BYTES
+        self._make_room(txn, self._major, self._max_bytes - max(index, self._sum(txn, self._minor)))
 
-    def _make_room(self, txn: lmdb.Transaction, total: int) -> int:
-        """Remove what has not been used, until so much is no more than may be; what is left then."""
-        hand = txn.get(b"hand", b"", db=self._state)
-        with txn.cursor(self._entries) as cursor:
-            while total > self._max_bytes:
-                if not cursor.set_range(hand) and not cursor.first():
-                    return 0
+    def _make_room(self, txn: lmdb.Transaction, kind: "_Kind", limit: int) -> None:
+        """Remove what has not been used, until what is left is no more than this."""
+        total = self._sum(txn, kind)
+        if total <= limit:
+            return
+        hand = txn.get(kind.hand, b"", db=self._state)
+        with txn.cursor(kind.entries) as cursor:
+            while total > limit and (cursor.set_range(hand) or cursor.first()):
                 digest = bytes(cursor.key())
                 size, used = _ENTRY.unpack(cursor.value())
                 hand = digest + b"\0"
@@ -286,19 +301,20 @@ class Shelf:
                 cursor.delete()
                 total -= _weigh(size)
                 self._drop(txn, digest)
-        txn.put(b"hand", hand, db=self._state)
-        return total
+        txn.put(kind.hand, hand, db=self._state)
+        txn.put(kind.sum, _SUM.pack(total), db=self._state)
 
     def _remove(self, txn: lmdb.Transaction, digest: Digest, *, unlink: bool = True) -> None:
-        entry = txn.get(digest, db=self._entries)
-        if entry is None:
-            return
-        txn.delete(digest, db=self._entries)
-        txn.put(b"sum", _SUM.pack(self._sum(txn) - _weigh(_ENTRY.unpack(entry)[0])), db=self._state)
-        if unlink:
-            self._drop(txn, digest)
-        else:
-            txn.delete(digest, db=self._small)
+        for kind in (self._minor, self._major):
+            entry = txn.get(digest, db=kind.entries)
+            if entry is None:
+                continue
+            txn.delete(digest, db=kind.entries)
+            txn.put(kind.sum, _SUM.pack(self._sum(txn, kind) - _weigh(_ENTRY.unpack(entry)[0])), db=self._state)
+            if unlink:
+                self._drop(txn, digest)
+            else:
+                txn.delete(digest, db=self._small)
 
     def _drop(self, txn: lmdb.Transaction, digest: Digest) -> None:
         """The bytes of an entry that has gone. Where this is not committed after all, one is missing: it may be."""
@@ -307,8 +323,8 @@ class Shelf:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._blobs + blob_path(digest))
 
-    def _sum(self, txn: lmdb.Transaction) -> int:
-        data = txn.get(b"sum", db=self._state)
+    def _sum(self, txn: lmdb.Transaction, kind: "_Kind") -> int:
+        data = txn.get(kind.sum, db=self._state)
         return 0 if data is None else int(_SUM.unpack(data)[0])
 
     def _remove_orphans(self) -> None:
@@ -319,11 +335,11 @@ class Shelf:
             digest = parse_blob_path("/".join(path.parts[-2:]))
             if digest is None:
                 continue
-            with self._env.begin(db=self._entries) as txn:
+            with self._env.begin(db=self._major.entries) as txn:
                 known = txn.get(digest) is not None
             if not known:
                 with self._env.begin(write=True) as txn:
-                    if txn.get(digest, db=self._entries) is None:
+                    if txn.get(digest, db=self._major.entries) is None:
                         _remove_old(path)
 
     def _files(self) -> Iterator[Path]:

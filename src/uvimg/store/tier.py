@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -288,9 +289,13 @@ class TieredStore:
 
     @contextlib.contextmanager
     def _changing(self, names: Sequence[bytes]) -> Iterator[Callable[[Sequence[Record | None]], None]]:
-        """Forget what is known of names that are changed meanwhile, unless one alone tells what they have now."""
+        """Forget what is known of names that are changed meanwhile, unless one alone tells what they have now.
+
+        Where that fails, what was known counts while the store is away and no longer: it may have happened.
+        """
         now: dict[bytes, Record] = {}
-        began_s = time.monotonic()
+        before = {name: known.record for name in names if (known := self._known.get(name)) is not None}
+        began_s, done = time.monotonic(), False
         for name in names:
             writing = self._writing.setdefault(name, _Writing())
             writing.count += 1
@@ -301,7 +306,10 @@ class TieredStore:
 
         try:
             yield learn
+            done = True
         finally:
+            if not done:
+                now, began_s = before, -math.inf
             for name in names:
                 writing = self._writing[name]
                 writing.count -= 1
