@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from uvimg import __version__, config, logs, systemd
 from uvimg.assembly import CannotStart, assemble, count_workers
 from uvimg.config import ConfigError, Settings
+from uvimg.core.backend import hide_secrets
 from uvimg.core.place import Tcp, parse_place
 from uvimg.imaging import Ready
 from uvimg.metrics import Reading
@@ -191,7 +192,7 @@ def _describe(settings: Settings, listeners: list[socket.socket], ready: Ready |
     scheme = "https" if settings.tls_certificate else "http"
     return (
         f"uvimg {__version__} is ready: {' '.join(show_address(each, scheme) for each in listeners)}  "
-        f"(store {settings.store}{describe_workers(settings, ready)})"
+        f"(store {hide_secrets(settings.store)}{describe_workers(settings, ready)})"
     )
 
 

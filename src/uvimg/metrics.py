@@ -109,6 +109,9 @@ _FAMILIES = {
     "uvimg_tier_blobs": _Family(
         "counter", "Blobs asked for that were kept here, and that had to be fetched.", ("how",)
     ),
+    "uvimg_shared_cache_calls": _Family(
+        "counter", "Renditions and coded copies asked of the shared cache or given to it, by outcome.", ("outcome",)
+    ),
     "uvimg_store_free_bytes": _Family("gauge", "Room left in the store's file system."),
 }
 

@@ -63,7 +63,7 @@ from uvimg.core.object_keys import (
 from uvimg.store import Decide, Finding, Incoming, Measures, Record
 from uvimg.store.bucket import Bucket, Found, Listed, Tag
 from uvimg.store.guard import Guard
-from uvimg.store.spool import Spooled, is_full, open_nameless
+from uvimg.store.spool import Spool, open_nameless, translate_file_error
 
 log = logging.getLogger("uvimg.store")
 
@@ -145,8 +145,8 @@ class ObjectStore:
         # Of this process; else all but one would try in vain, where many change one name.
         self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
-    def incoming(self, watch: Callable[[bytes], object] | None = None) -> Spooled:
-        return Spooled(watch)
+    def incoming(self, watch: Callable[[bytes], object] | None = None) -> Spool:
+        return Spool(watch)
 
     # Reading
 
@@ -260,7 +260,7 @@ class ObjectStore:
             claims: dict[bytes, _Claim] = {}
             for name, seen, new in zip(names, before, decided, strict=True):
                 if new is not None and new is not seen.record and new.inline is None:
-                    mine = blob if isinstance(blob, Spooled) and blob.digest == new.digest else None
+                    mine = blob if isinstance(blob, Spool) and blob.digest == new.digest else None
                     if mine is None and not await self.is_named(new.digest):
                         raise UvimgError("A record has no blob to point at.")
                     (claims[name],) = await stack.enter_async_context(self._claiming([name], new, mine))
@@ -401,7 +401,7 @@ class ObjectStore:
         self, names: Sequence[bytes], record: Record, blob: Incoming | None
     ) -> AsyncIterator[list[_Claim]]:
         """See to it that a blob is there and stays, for these names. What is not used of that is let go."""
-        assert blob is None or isinstance(blob, Spooled)
+        assert blob is None or isinstance(blob, Spool)
         claims = [_Claim(os.urandom(_NONCE_BYTES), time.monotonic()) for _ in names]
 
         async def say(place: int) -> None:
@@ -430,7 +430,7 @@ class ObjectStore:
             await _pause(tried)
             tried += 1
 
-    async def _provide(self, digest: Digest, size: int, blob: Spooled | None) -> None:
+    async def _provide(self, digest: Digest, size: int, blob: Spool | None) -> None:
         key = blob_key(digest)
         if blob is None:
             if await self._bucket.size_of(key) is None:
@@ -748,7 +748,7 @@ async def _fill_file(pieces: AsyncIterator[bytes], size: int) -> FilePart:
             await asyncio.to_thread(file.write, piece)
     except OSError as exc:
         file.close()
-        raise StoreDown("There is no room to put this image together." if is_full(exc) else "") from exc
+        raise translate_file_error(exc) from exc
     except BaseException:
         file.close()
         raise

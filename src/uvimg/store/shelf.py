@@ -131,6 +131,10 @@ class Shelf:
         self._used.add(digest)
         return FilePart(file, 0, marks[2])
 
+    def has(self, digest: Digest) -> bool:
+        """Whether a blob is known to be here, and sound."""
+        return digest in self._trusted
+
     async def look(self, digest: Digest) -> Content | None:
         """The same, but for one that has to be held against its address first."""
         content = self.get(digest)

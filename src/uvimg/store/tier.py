@@ -20,13 +20,15 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from uvimg.core.address import Digest
 from uvimg.core.errors import Elsewhere, StoreDown, UvimgError
 from uvimg.core.message import Content, FilePart
+from uvimg.core.sharing import may_be_shared
 from uvimg.store import Decide, Finding, Incoming, Measures, Near, Record, Store
 from uvimg.store.guard import Guard
 from uvimg.store.shelf import Shelf
-from uvimg.store.spool import open_again
 
 log = logging.getLogger("uvimg.store")
 
@@ -37,6 +39,8 @@ _LONGEST_TICK_S = 1.0
 _MOST_KNOWN = 65_536
 # Names that are asked for again in the background at a time; who is not among them is asked for when he is needed.
 _MOST_REFRESHED = 32
+# Blobs that are on their way into the folder; more are not kept.
+_MOST_KEPT = 64
 # Blobs that are fetched at a time.
 _MOST_FETCHED = 16
 # Hashing so much takes a fifth of a millisecond: worth waking a thread for.
@@ -159,6 +163,10 @@ class TieredStore:
 
     def _learn(self, name: bytes, record: Record | None, asked_s: float) -> None:
         before = self._known.pop(name, None)
+        if record is not None and record.inline is not None and may_be_shared(name):
+            # Out of a cache that nodes share: bytes have their bound in the folder.
+            self._keep_bytes(record.digest, record.inline)
+            record = msgspec.structs.replace(record, inline=None)
         if before is not None and before.record != record:
             # What was made of it is no longer right: that is known now, before the next tick.
             self._changes += 1
@@ -201,7 +209,7 @@ class TieredStore:
         try:
             content = await asyncio.shield(fetch.task)
             # Each has a place of his own in a file.
-            return open_again(content.file, content.size) if isinstance(content, FilePart) else content
+            return _open_again(content) if isinstance(content, FilePart) else content
         finally:
             fetch.waiting -= 1
             if not fetch.waiting:
@@ -219,7 +227,7 @@ class TieredStore:
                 if await _hash(content) != digest:
                     log.error("the store gave other bytes for the blob %s", digest.hex())
                     raise UvimgError("The store gave other bytes than those that were asked for.")
-                mine = open_again(content.file, content.size) if isinstance(content, FilePart) else content
+                mine = _open_again(content) if isinstance(content, FilePart) else content
                 self._shelf.put(digest, mine)
             except BaseException:
                 _close(content)
@@ -231,13 +239,22 @@ class TieredStore:
         if blob is None:
             return
         with contextlib.suppress(OSError, ValueError):
-            content = blob.content()
-            task = asyncio.create_task(self._keep_if_right(digest, content))
-            self._keeping.add(task)
-            task.add_done_callback(self._keeping.discard)
+            self._keep_bytes(digest, blob.content())
+
+    def _keep_bytes(self, digest: Digest, content: Content) -> None:
+        """Bytes that come with no promise but of those who brought them."""
+        if len(self._keeping) >= _MOST_KEPT:
+            _close(content)
+            return
+        task = asyncio.create_task(self._keep_if_right(digest, content))
+        self._keeping.add(task)
+        task.add_done_callback(self._keeping.discard)
 
     async def _keep_if_right(self, digest: Digest, content: Content) -> None:
         try:
+            if self._shelf.has(digest):
+                _close(content)
+                return
             right = await _hash(content) == digest
         except BaseException:
             _close(content)
@@ -381,6 +398,11 @@ def _hash_now(content: Content) -> Digest:
         hasher.update(data)
         at += len(data)
     return hasher.digest()
+
+
+def _open_again(part: FilePart) -> FilePart:
+    """The same bytes with a place of one's own in them."""
+    return FilePart(open(f"/proc/self/fd/{part.file.fileno()}", "rb", buffering=0), part.start, part.size)
 
 
 def _close(content: Content | None) -> None:
