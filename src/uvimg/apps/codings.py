@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from uvimg.apps.renditions import find_bytes
+from uvimg.apps.streaming import stream_blob
 from uvimg.coders import AT_ONCE_BYTES, OFFERED, Coded, Coders, close, code_now, size_of
 from uvimg.core.address import Digest
 from uvimg.core.coding import BEST, QUICK, Coding, Forced, coding_name, codings_prefix, is_worth_coding
@@ -130,6 +131,9 @@ class Codings:
             answer, fields = self._choose_answer(request, record, wanted, copy, headers)
             if isinstance(answer, Response):
                 return answer
+            pieces = await stream_blob(self._store, request, copy, answer)
+            if pieces is not None:
+                return _answer(answer, fields, pieces, copy.size, "original" if copy is record else "copy")
             content = await find_bytes(self._store, copy)
             if content is not None and _is_whole(copy, content):
                 return _answer(answer, fields, content, copy.size, "original" if copy is record else "copy")
@@ -463,10 +467,13 @@ def _is_whole(record: Record, content: Content) -> bool:
     return size_of(content) == record.size
 
 
-def _answer(answer: Whole | Part, headers: dict[str, str], body: Content, size: int, origin: str) -> Response:
+def _answer(answer: Whole | Part, headers: dict[str, str], body: Content | Pieces, size: int, origin: str) -> Response:
+    """`size` is that of all; pieces are what is to be sent of it already."""
     if isinstance(answer, Whole):
         return Response(200, headers, body, origin=origin)
     headers["Content-Range"] = f"bytes {answer.start}-{answer.stop - 1}/{size}"
+    if isinstance(body, Pieces):
+        return Response(206, headers, body, origin=origin)
     if isinstance(body, FilePart):
         return Response(206, headers, body.part(answer.start, answer.stop), origin=origin)
     return Response(206, headers, body[answer.start : answer.stop], origin=origin)

@@ -5,6 +5,7 @@ A shared cache is written the same way.
 
 import re
 
+from uvimg.core.bucket import parse_bucket
 from uvimg.core.place import Tcp
 from uvimg.core.redis import read_redis_url
 
@@ -12,12 +13,18 @@ from uvimg.core.redis import read_redis_url
 SCHEMES = {
     "local": "local:DIR",
     "memory": "memory:",
+    "s3": "s3://BUCKET/PREFIX",
+    "gs": "gs://BUCKET/PREFIX",
+    "az": "az://CONTAINER/PREFIX",
     "redis": "redis://HOST:PORT/DATABASE",
     "rediss": "rediss://HOST:PORT/DATABASE",
     "redis+cluster": "redis+cluster://HOST:PORT,HOST:PORT",
     "rediss+cluster": "rediss+cluster://HOST:PORT,HOST:PORT",
     "memcached": "memcached://HOST[:PORT][,HOST[:PORT]…]",
 }
+# Those that need no server, and those that lie in a bucket.
+NEAR_SCHEMES = ("local", "memory")
+_BUCKETS = ("s3", "gs", "az")
 CACHES = {"redis": "redis://HOST", "rediss": "rediss://HOST", "memcached": SCHEMES["memcached"]}
 
 # memcached's own.
@@ -33,6 +40,8 @@ def split_url(url: str) -> tuple[str, str]:
     scheme, colon, rest = url.partition(":")
     if not colon or scheme not in SCHEMES or (scheme == "memory") != (not rest):
         raise ValueError(f"'{hide_secrets(url)}' is not a store: write {' or '.join(SCHEMES.values())}")
+    if scheme in _BUCKETS:
+        parse_bucket(scheme, rest)
     if scheme.startswith("redis"):
         read_redis_url(url)
     if scheme == "memcached" and not parse_servers(rest):
