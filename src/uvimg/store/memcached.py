@@ -181,13 +181,14 @@ class MemcachedStore:
             new = step.new
             if new is not None and new.inline is None and (not step.stays or (blob and blob.digest == new.digest)):
                 by_digest.setdefault(new.digest, []).append(step)
-        provided: list[_Step] = []
+        provided: list[tuple[Digest, _Step]] = []
         for digest, each in by_digest.items():
             if not await self._provide(digest, [step.token for step in each], blob):
-                for step in provided:
-                    await self._give_up(step)
+                for other, step in provided:
+                    if step.is_new_token:
+                        await self._release(other, step.token)
                 raise _NoBlob([step.old for step in steps])
-            provided += each
+            provided += [(digest, step) for step in each]
 
     async def _take_step(
         self, step: "_Step", decide: Decide, blob: Spool | None
@@ -201,8 +202,10 @@ class MemcachedStore:
                     await self._release(step.entry.record.digest, step.entry.token)
                 return step.old, step.new
             await _pause(tries)
-            await self._give_up(step)
             entry, cas = await self._find(step.name)
+            if step.new is not None and step.new.inline is None and (entry is None or entry.token != step.token):
+                # A binding that has not come about, or is no more.
+                await self._release(step.new.digest, step.token)
             step = _Step(step.name, entry, cas, decide(step.name, None if entry is None else entry.record))
             try:
                 await self._provide_all([step], blob)
@@ -225,11 +228,6 @@ class MemcachedStore:
     async def _find(self, name: bytes) -> tuple[_Entry | None, int | None]:
         item, cas = await self._servers.gets(_name_key(name))
         return _read_entry(name, item), cas
-
-    async def _give_up(self, step: "_Step") -> None:
-        """Take back the token of a binding that has not come about."""
-        if step.new is not None and step.new.inline is None and step.is_new_token:
-            await self._release(step.new.digest, step.token)
 
     # Blobs and who names them
 
