@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+import redis
 
 
 def find_program(name: str) -> str:
@@ -69,11 +70,45 @@ class Program:
         self.process.wait()
 
 
-def start_redis(folder: Path, *options: str) -> Program:
-    """A redis-server that keeps nothing on the disk, unless it is told otherwise."""
+def start_redis(folder: Path, *options: str, certificate: Path | None = None) -> Program:
+    """A redis-server that keeps nothing on the disk, unless it is told otherwise; with a certificate one for TLS."""
     port = find_port()
-    settings = ("--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no", *options)
+    places: tuple[str, ...] = ("--bind", "127.0.0.1", "--port", str(port))
+    if certificate is not None:
+        places = ("--bind", "127.0.0.1", "--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no")
+        places += ("--tls-cert-file", str(certificate), "--tls-key-file", str(certificate))
+        places += ("--tls-ca-cert-file", str(certificate))
+    settings = (*places, "--save", "", "--appendonly", "no", *options)
     return Program([find_program("redis-server"), *settings], port, folder)
+
+
+def start_redis_cluster(folder: Path) -> list[Program]:
+    """Three servers that are a Redis Cluster when this returns."""
+    servers: list[Program] = []
+    for number in range(3):
+        settings = ("--cluster-enabled", "yes", "--cluster-config-file", f"nodes-{number}.conf")
+        servers.append(
+            start_redis(folder, *settings, "--cluster-node-timeout", "2000", "--cluster-port", str(find_port()))
+        )
+    clients = [redis.Redis(port=server.port, socket_timeout=20) for server in servers]
+    # What redis-cli does for this takes three seconds.
+    for number, client in enumerate(clients):
+        client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+        client.execute_command("CLUSTER ADDSLOTSRANGE", number * 16384 // 3, (number + 1) * 16384 // 3 - 1)
+        bus = servers[0].command[-1]
+        client.execute_command("CLUSTER MEET", "127.0.0.1", servers[0].port, bus)
+    deadline = time.monotonic() + 20
+    while not all(_is_in_order(client) for client in clients):
+        assert time.monotonic() < deadline, servers[0].log
+        time.sleep(0.01)
+    for client in clients:
+        client.close()
+    return servers
+
+
+def _is_in_order(client: redis.Redis) -> bool:
+    facts = str(client.execute_command("CLUSTER INFO"))
+    return "'cluster_state': 'ok'" in facts and "'cluster_known_nodes': '3'" in facts
 
 
 def start_memcached(folder: Path, *options: str) -> Program:
@@ -82,6 +117,12 @@ def start_memcached(folder: Path, *options: str) -> Program:
     user = ("-u", "nobody") if os.getuid() == 0 else ()
     command = [find_program("memcached"), "-l", "127.0.0.1", "-p", str(port), "-U", "0", *user, *options]
     return Program(command, port, folder)
+
+
+def empty_memcached(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), 5) as asked, asked.makefile("rb") as answer:
+        asked.sendall(b"flush_all\r\n")
+        assert answer.readline() == b"OK\r\n"
 
 
 def list_memcached(port: int) -> list[str]:

@@ -217,7 +217,8 @@ def _find_health(service: Service, pool: Pool | None, store: Store, *, shared: b
     except StoreDown:
         store_answers = False
     else:
-        store_answers = True
+        # Of a cluster some may be away: what the others have is still served.
+        store_answers = not store.guards or not all(guard.is_away for guard in store.guards)
     return judge_health(draining=draining, workerless_s=pool.workerless_s if pool else 0.0, store_answers=store_answers)
 
 

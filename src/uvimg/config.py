@@ -267,7 +267,7 @@ class Settings:
     store: str = _setting(
         "local:./data",
         _STORE,
-        "Where images live: local:DIR, memory: which forgets, or memcached://HOST[:PORT],… which may forget.",
+        "Where images live: local:DIR, memory: which forgets, or servers (see 'Beyond one machine').",
         check=_check_store,
         hide=hide_secrets,
     )

@@ -51,7 +51,7 @@ from uvimg.core.route import Describe, Options, Page, Query, Remove, Show, Uploa
 from uvimg.core.types import Types
 from uvimg.imaging import Limits, Planned, Rendered, RenderType, rendering
 from uvimg.imaging.pool import Pool
-from uvimg.store import Near, Record, Store
+from uvimg.store import Near, Record, Store, find_look
 
 log = logging.getLogger("uvimg.images")
 
@@ -99,6 +99,18 @@ class Rendition:
     lasts: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """What came along with the record of an original: that of a rendition, and perhaps the bytes of the last one."""
+
+    name: bytes = b""
+    record: Record | None = None
+    body: bytes | None = None
+
+
+_NOTHING_AHEAD = _Ahead()
+
+
 class _CodedAnew(Exception):
     """A rendition has another blob by now, or none."""
 
@@ -110,6 +122,8 @@ _encode_json = msgspec.json.Encoder().encode
 _LONGEST_KNOWN = 256
 # What a script said of a type, for images of equal facts.
 _MOST_ASKED = 4096
+# Originals of which it is guessed what will be asked for next.
+_MOST_KNOWN = 8192
 _NO_TYPE = "There is no such type of this image."
 
 # Renditions on their way into a slow store, held in memory meanwhile; more are not kept.
@@ -146,6 +160,9 @@ class Images:
             return route(method, path, query, settings.types)
 
         self._plan, self._known_route = plan, known_route
+        self._look = find_look(store)
+        # Records of originals as they were when last seen.
+        self._known: LRUCache[str, Record] = LRUCache(_MOST_KNOWN)
         # Plans of types, and whether renditions of them last; None where there is no such type.
         self._asked: LRUCache[tuple[str, Source], tuple[Plan, bool] | None] = LRUCache(_MOST_ASKED)
 
@@ -261,7 +278,7 @@ class Images:
         return None
 
     async def _show(self, request: Request, query: Show) -> Response:
-        original = await self._store.record(image_name(query.image_id))
+        original, ahead = await self._look_ahead(request, query)
         if original is None:
             raise NotFound()
         params = self._effective(query)
@@ -270,7 +287,7 @@ class Images:
             shown = await self._codings.show(request, original, self._svg_headers())
             if shown is not None:
                 return shown
-        record, body, origin, key = original, None, "original", ""
+        record, body, origin, key = original, ahead.body, "original", ""
         if not params.original:
             plan, key = self._choose(query, params, original)
             # Unless it is our own maker that goes, it is that of another request.
@@ -278,7 +295,7 @@ class Images:
 
             async def make() -> Rendition:
                 nonlocal origin
-                rendition, origin = await self._find_or_make(query, original, plan, key)
+                rendition, origin = await self._find_or_make(query, original, plan, key, ahead)
                 return rendition
 
             rendition = await self._cache.get((original.digest, key), make)
@@ -292,6 +309,35 @@ class Images:
             # Since it was found, and once only.
             return await self._show(request, query)
         return self._answer_image(answer, record, content, origin)
+
+    async def _look_ahead(self, request: Request, query: Show) -> tuple[Record | None, _Ahead]:
+        """The record of an original, and what will be wanted next where one way to the store brings both.
+
+        Which rendition that is follows from the original's record, and which that is from what it was before: it is a
+        guess, so whoever takes what is ahead looks at its name.
+        """
+        name = image_name(query.image_id)
+        if self._look is None:
+            return await self._store.record(name), _NOTHING_AHEAD
+        params, ahead = self._effective(query), _NOTHING_AHEAD
+        if params.original and "if-none-match" not in request.headers:
+            (original,), body = await self._look([name])
+            if original is not None and body is not None and is_whole(original, body):
+                ahead = _Ahead(body=body)
+            return original, ahead
+        known = None if params.original else self._known.get(query.image_id)
+        _, key = (None, "") if known is None else self._choose(query, params, known)
+        if known is not None and self._cache.peek((known.digest, key)) is None:
+            wanted = rendition_name(known.digest, key)
+            (original, record), body = await self._look([name, wanted])
+            ahead = _Ahead(wanted, record, body)
+        else:
+            original = await self._store.record(name)
+        if original is None:
+            self._known.pop(query.image_id, None)
+        elif original is not known:
+            self._known[query.image_id] = original
+        return original, ahead
 
     def _effective(self, query: Show) -> Params:
         return Params() if self._settings.disable_args and not query.typed else query.params
@@ -373,11 +419,15 @@ class Images:
 
     # Making
 
-    async def _find_or_make(self, query: Show, original: Record, plan: Plan | None, key: str) -> tuple[Rendition, str]:
+    async def _find_or_make(
+        self, query: Show, original: Record, plan: Plan | None, key: str, ahead: _Ahead
+    ) -> tuple[Rendition, str]:
         """A rendition, and whether it came from the store or was made."""
         name = rendition_name(original.digest, key)
-        record = await self._store.record(name)
-        content = None if record is None else await find_bytes(self._store, record)
+        record = ahead.record if ahead.name == name else await self._store.record(name)
+        content: Content | None = ahead.body if ahead.name == name else None
+        if content is None and record is not None:
+            content = await find_bytes(self._store, record)
         close(content)
         if record is not None and content is not None and is_whole(record, content):
             return Rendition(without_bytes(record), content if isinstance(content, bytes) else None), "store"

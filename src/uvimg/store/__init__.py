@@ -8,7 +8,7 @@ counts (`expires_s`). Who reads looks at his own clock: an expired one is there 
 Rule: a backend's foreign errors become StoreDown and StoreFull at its own edge.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
@@ -78,6 +78,11 @@ class Near(Protocol):
 
     def get(self, digest: Digest) -> Content | None:
         """A blob's bytes, or an open file of them, which the caller closes."""
+
+
+# What a store may offer for which each call is a way to a server and back: the records of several names in one go, and
+# the bytes of the blob that the last one points at, where they came along for nothing.
+Look = Callable[[Sequence[bytes]], Awaitable[tuple[list[Record | None], bytes | None]]]
 
 
 class Incoming(Protocol):
@@ -184,6 +189,12 @@ class Store(Protocol):
     async def close(self) -> None: ...
 
 
+def find_look(store: Store) -> Look | None:
+    """`look` of a store that has one."""
+    look: Look | None = getattr(store, "look", None)
+    return look
+
+
 def open_store(
     url: str, *, create: bool = True, durability: Durability = "commit", timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Store:
@@ -209,4 +220,9 @@ def open_store(
             from uvimg.store.memcached import MemcachedStore
 
             return MemcachedStore(rest, timeout_s=timeout_s)
+        case "redis" | "rediss" | "redis+cluster" | "rediss+cluster":
+            # Only here: redis-py takes long to load.
+            from uvimg.store.redis import RedisStore
+
+            return RedisStore(url, timeout_s)
     raise AssertionError(f"nothing opens {scheme}:")
