@@ -119,12 +119,6 @@ def start_memcached(folder: Path, *options: str) -> Program:
     return Program(command, port, folder)
 
 
-def empty_memcached(port: int) -> None:
-    with socket.create_connection(("127.0.0.1", port), 5) as asked, asked.makefile("rb") as answer:
-        asked.sendall(b"flush_all\r\n")
-        assert answer.readline() == b"OK\r\n"
-
-
 def list_memcached(port: int) -> list[str]:
     """The keys of all that it holds."""
     with socket.create_connection(("127.0.0.1", port), 5) as asked, asked.makefile("rb") as answer:

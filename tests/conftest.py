@@ -15,7 +15,7 @@ import pyvips
 import requests
 
 from bench import corpus
-from tests.backends import Program, empty_memcached, start_memcached, start_redis, start_redis_cluster
+from tests.backends import Program, start_memcached, start_redis, start_redis_cluster
 
 
 class Server:
@@ -189,31 +189,24 @@ def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Pro
         server.kill()
 
 
-@pytest.fixture(scope="session")
-def memcached_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Program]]:
-    folder = tmp_path_factory.mktemp("memcached")
-    running = [start_memcached(folder) for _ in range(2)]
-    yield running
-    for server in running:
-        server.kill()
-
-
 @pytest.fixture
-def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A store of the test's own, of the scheme that it is given: empty."""
     scheme: str = request.param
     if scheme == "local":
-        return f"local:{tmp_path}/data"
-    if scheme == "memory":
-        return "memory:"
-    if scheme == "redis":
-        servers = [request.getfixturevalue("redis_server")]
+        yield f"local:{tmp_path}/data"
+    elif scheme == "memory":
+        yield "memory:"
     elif scheme == "memcached":
-        servers = request.getfixturevalue("memcached_servers")
+        # Two of the test's own: they have neither databases nor prefixes.
+        servers = [start_memcached(tmp_path) for _ in range(2)]
+        yield "memcached://" + ",".join(f"127.0.0.1:{server.port}" for server in servers)
         for server in servers:
-            empty_memcached(server.port)
-        return "memcached://" + ",".join(f"127.0.0.1:{server.port}" for server in servers)
+            server.kill()
     else:
-        servers = request.getfixturevalue("redis_cluster")
-    places = ",".join(f"127.0.0.1:{server.port}" for server in servers)
-    return f"{scheme}://{places}?prefix={secrets.token_hex(4)}:"
+        if scheme == "redis":
+            servers = [request.getfixturevalue("redis_server")]
+        else:
+            servers = request.getfixturevalue("redis_cluster")
+        places = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+        yield f"{scheme}://{places}?prefix={secrets.token_hex(4)}:"

@@ -14,7 +14,7 @@ from tests.backends import Program, find_port, list_memcached, start_memcached
 from tests.proxy import Mode, proxying
 from tests.test_store import get, make_bytes, make_record, put
 from uvimg.core.backend import parse_servers
-from uvimg.core.errors import NotImplementedHere, StoreDown, StoreFull
+from uvimg.core.errors import StoreDown, StoreFull
 from uvimg.core.message import FilePart
 from uvimg.core.ring import Ring
 from uvimg.store import Record
@@ -238,17 +238,6 @@ async def test_a_restarted_server_is_used_again(memcached: Program) -> None:
                     await asyncio.sleep(0.01)
         await put(store, b"a", b"after")
         assert await get(store, b"after") == b"after"
-
-
-async def test_what_takes_a_list_of_all_is_refused(memcached: Program) -> None:
-    async with storing(memcached.port) as store:
-        await put(store, b"a", b"a")
-        asked = (store.scan(b""), store.counts(b"", 0), store.size(), anext(store.scrub()), anext(store.collect()))
-        for each in asked:
-            with pytest.raises(NotImplementedHere, match="cannot list"):
-                await each
-        assert await store.sweep(1) == 0
-        assert store.measure() is None
 
 
 async def test_waiters_get_connections_in_place_of_broken_ones(memcached: Program) -> None:

@@ -258,7 +258,7 @@ async def test_a_cache_that_accepts_and_never_answers_makes_nobody_wait_for_long
     ],
 )
 def test_an_url_that_is_no_cache_is_refused_with_a_sentence(url: str) -> None:
-    with pytest.raises(ValueError, match="shared cache|is written|is no parameter") as told:
+    with pytest.raises(ValueError, match=r"shared cache|is written|is no parameter") as told:
         open_cache(url, 1)
     assert "secret" not in str(told.value)
     assert open_cache("none", 1) is None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.backends import list_memcached
-from uvimg.core.errors import NotFound, UvimgError
+from uvimg.core.errors import NotFound, NotImplementedHere, UvimgError
 from uvimg.core.message import Content, FilePart
 from uvimg.store import SMALL_BLOB_BYTES, Finding, Record, Store, open_store
 from uvimg.store.memcached import MemcachedStore
@@ -17,15 +17,15 @@ from uvimg.store.memcached import MemcachedStore
 SIZES = [1, 1000, SMALL_BLOB_BYTES, SMALL_BLOB_BYTES + 1, 1_500_000]
 
 
+# Stores that can list and count what they hold, and those that say they cannot.
+LISTING = ["local", "memory", "redis", "redis+cluster"]
+BLIND = ["memcached"]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "store" in metafunc.fixturenames:
-        blind = [] if "lists" in metafunc.fixturenames else ["memcached"]
-        metafunc.parametrize("store_url", ["local", "memory", "redis", "redis+cluster", *blind], indirect=True)
-
-
-@pytest.fixture
-def lists() -> None:
-    """What a test takes that is about listing and counting: not every store can."""
+    chosen = any(mark.args[0] == "store_url" for mark in metafunc.definition.iter_markers("parametrize"))
+    if "store" in metafunc.fixturenames and not chosen:
+        metafunc.parametrize("store_url", [*LISTING, *BLIND], indirect=True)
 
 
 @pytest.fixture
@@ -227,7 +227,8 @@ async def test_watch_sees_every_byte_in_order(store: Store) -> None:
     assert md5.digest() == hashlib.md5(data).digest()
 
 
-async def test_scan_gives_names_in_order_and_in_pages(store: Store, lists: None) -> None:
+@pytest.mark.parametrize("store_url", LISTING, indirect=True)
+async def test_scan_gives_names_in_order_and_in_pages(store: Store) -> None:
     names = [b"a/%03d" % number for number in range(25)] + [b"a0", b"b/1", b"a", b"a/\xff", b"a/\x00"]
     await asyncio.gather(*(put(store, name, name) for name in names))
     wanted = sorted(name for name in names if name.startswith(b"a/"))
@@ -240,7 +241,8 @@ async def test_scan_gives_names_in_order_and_in_pages(store: Store, lists: None)
     assert (await store.scan(b"b/"))[0][1] == make_record(b"b/1")
 
 
-async def test_scan_goes_backward_too(store: Store, lists: None) -> None:
+@pytest.mark.parametrize("store_url", LISTING, indirect=True)
+async def test_scan_goes_backward_too(store: Store) -> None:
     names = [b"a/%03d" % number for number in range(25)] + [b"a/", b"a0", b"b/1", b"a/\xff\xff", b"a/\x00", b"0"]
     await asyncio.gather(*(put(store, name, name) for name in names))
     wanted = sorted((name for name in names if name.startswith(b"a/")), reverse=True)
@@ -253,6 +255,16 @@ async def test_scan_goes_backward_too(store: Store, lists: None) -> None:
     assert await store.scan(b"a/", b"a/", backward=True) == []
     assert await store.scan(b"c", backward=True) == []
     assert (await store.scan(b"", backward=True, limit=1))[0][0] == b"b/1"
+
+
+@pytest.mark.parametrize("store_url", BLIND, indirect=True)
+async def test_a_store_that_cannot_list_says_so(store: Store) -> None:
+    await put(store, b"a", b"a")
+    for asked in (store.scan(b""), store.counts(b"", 0), store.size(), anext(store.scrub()), anext(store.collect())):
+        with pytest.raises(NotImplementedHere, match="cannot list"):
+            await asked
+    assert await store.sweep(1) == 0
+    assert store.measure() is None
 
 
 def make_value(data: bytes, expires_s: int = 0) -> Record:
@@ -294,7 +306,8 @@ async def test_a_refused_change_does_nothing_and_fails_nobody_elses(store: Store
     assert await find_names(store, b"kv/d/a", b"kv/d/b", b"kv/d/c") == [b"kv/d/c"]
 
 
-async def test_a_refused_change_counts_for_nothing(store: Store, lists: None) -> None:
+@pytest.mark.parametrize("store_url", LISTING, indirect=True)
+async def test_a_refused_change_counts_for_nothing(store: Store) -> None:
     def refuse(_: bytes, old: Record | None) -> Record:
         raise NotFound("not this one")
 
@@ -325,7 +338,8 @@ async def test_a_change_brings_its_blob_along_and_takes_the_last_one_away(store:
     assert await find_damage(store) == []
 
 
-async def test_counts_know_groups_and_what_has_expired(store: Store, lists: None) -> None:
+@pytest.mark.parametrize("store_url", LISTING, indirect=True)
+async def test_counts_know_groups_and_what_has_expired(store: Store) -> None:
     await put(store, b"images/x", b"x")
     for number in range(10):
         await set_value(store, b"kv/a/%d" % number, b"", 100 + number % 2)
@@ -338,7 +352,8 @@ async def test_counts_know_groups_and_what_has_expired(store: Store, lists: None
     assert await store.counts(b"kv/", 101) == {b"kv/b/": 10}
 
 
-async def test_sweeping_takes_what_has_expired_in_steps_and_nothing_else(store: Store, lists: None) -> None:
+@pytest.mark.parametrize("store_url", LISTING, indirect=True)
+async def test_sweeping_takes_what_has_expired_in_steps_and_nothing_else(store: Store) -> None:
     for number in range(25):
         await set_value(store, b"kv/a/%02d" % number, b"", 100 + number)
     await set_value(store, b"kv/a/kept", b"")

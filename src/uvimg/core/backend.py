@@ -14,7 +14,7 @@ _SERVERS = {
     "rediss": "rediss://HOST:PORT/DATABASE",
     "redis+cluster": "redis+cluster://HOST:PORT,HOST:PORT",
     "rediss+cluster": "rediss+cluster://HOST:PORT,HOST:PORT",
-    "memcached": "memcached://HOST:PORT,HOST:PORT",
+    "memcached": "memcached://HOST[:PORT],HOST[:PORT]",
 }
 SCHEMES = {"local": "local:DIR", "memory": "memory:", **_SERVERS}
 CACHES = {"none": "none", **_SERVERS}

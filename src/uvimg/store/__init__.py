@@ -216,13 +216,13 @@ def open_store(
             from uvimg.store.memory import MemoryStore
 
             return MemoryStore()
-        case "memcached":
-            from uvimg.store.memcached import MemcachedStore
-
-            return MemcachedStore(rest, timeout_s=timeout_s)
         case "redis" | "rediss" | "redis+cluster" | "rediss+cluster":
             # Only here: redis-py takes long to load.
             from uvimg.store.redis import RedisStore
 
             return RedisStore(url, timeout_s)
+        case "memcached":
+            from uvimg.store.memcached import MemcachedStore
+
+            return MemcachedStore(rest, timeout_s=timeout_s)
     raise AssertionError(f"nothing opens {scheme}:")
