@@ -25,7 +25,7 @@ from uvimg.core.address import Digest
 from uvimg.core.backend import parse_servers
 from uvimg.core.errors import NotImplementedHere, Overloaded, UvimgError
 from uvimg.core.message import Content
-from uvimg.store import MAX_NAME_BYTES, SMALL_BLOB_BYTES, Decide, Finding, Incoming, Measures, Near, Record
+from uvimg.store import MAX_NAME_BYTES, Decide, Finding, Incoming, Measures, Near, Record
 from uvimg.store.guard import Guard
 from uvimg.store.memcached_servers import Servers, exptime_at
 from uvimg.store.spool import Spool
@@ -34,6 +34,8 @@ log = logging.getLogger("uvimg.store")
 
 T = TypeVar("T")
 
+# Up to here the bytes are in the item that tells of a blob: one question, where a chunk takes another and 0.1 ms more.
+_WITHIN_BYTES = 256 << 10
 # Half of what a server takes as one item, so that one with a lower limit does too.
 CHUNK_BYTES = 512 << 10
 # A head that says more is none of ours, and nobody asks for its chunks.
@@ -296,7 +298,7 @@ class MemcachedStore:
 
     async def _send(self, blob: Spool) -> _Head:
         """Send a blob's bytes; nobody can find them before its head is written."""
-        if blob.size <= SMALL_BLOB_BYTES:
+        if blob.size <= _WITHIN_BYTES:
             return _Head(blob.size, b"", await blob.part(0, blob.size))
         # Of its own: what removes the chunks of one upload never meets those of another.
         head = _Head(blob.size, b"", None, secrets.token_bytes(16))
@@ -421,7 +423,7 @@ def _read_head(item: bytes | None) -> _Head | None:
 
 
 def _is_true(digest: Digest, head: _Head) -> bool:
-    """Whether the bytes in it are the blob's: 36 µs for the largest, where to get it takes 200."""
+    """Whether the bytes in it are the blob's: 2 µs for 3 KB, 140 for the largest, which takes twice that to get."""
     if head.data is not None and hashlib.sha256(head.data).digest() == digest:
         return True
     log.error("the bytes of %s are not its own", digest.hex())
