@@ -22,7 +22,7 @@ from uvimg.core.message import FilePart
 from uvimg.core.redis import find_partition, find_partitions, name_after, read_redis_url
 from uvimg.store import Record, open_store
 from uvimg.store.redis import RedisStore
-from uvimg.store.redis_step import PIECE_BYTES
+from uvimg.store.redis_step import PIECE_BYTES, Change
 
 
 def make_url(server: Program) -> str:
@@ -346,6 +346,24 @@ def test_the_partitions_are_spread_evenly_over_the_slots_of_a_cluster() -> None:
 
     place = read_redis_url("redis+cluster://host")
     assert [key_slot(place.base(number) + b"n/x") // 256 for number in range(64)] == list(range(64))
+
+
+def test_what_may_be_a_records_by_now_is_not_let_go_of() -> None:
+    data = b"an image"
+    names = [image_name(hashlib.sha256(data).hexdigest()), image_name(hashlib.md5(data).hexdigest())]
+    place = read_redis_url("redis+cluster://host")
+    change = Change(names, lambda name, old: make_record(data), None, [place.base(number) for number in range(64)])
+    change.look(names, [None, None])
+    own = change.next_step()
+    assert own is not None
+    assert ([each.name for each in own.changes], len(own.uses)) == (names[:1], 2)
+    change.complete(own)
+    other = change.next_step()
+    assert other is not None
+    assert ([each.name for each in other.changes], other.uses) == (names[1:], [])
+    assert [use.name for use in change.loose] == names[1:]
+    change.doubt(other)
+    assert change.loose == []
 
 
 @pytest.mark.parametrize("prefix", [b"a", b"a/\xff", b"\xff\xff", b""])
