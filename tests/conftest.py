@@ -15,7 +15,7 @@ import pyvips
 import requests
 
 from bench import corpus
-from tests.backends import Program, start_redis, start_redis_cluster
+from tests.backends import S3, Program, start_memcached, start_redis, start_redis_cluster
 
 
 class Server:
@@ -175,6 +175,17 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    """An S3 server, and the environment in which stores find its keys."""
+    server = S3(tmp_path_factory.mktemp("s3"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield server
+    server.program.stop()
+
+
+@pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     running = start_redis(tmp_path_factory.mktemp("redis"))
     yield running
@@ -190,16 +201,25 @@ def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Pro
 
 
 @pytest.fixture
-def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A store of the test's own, of the scheme that it is given: empty."""
     scheme: str = request.param
     if scheme == "local":
-        return f"local:{tmp_path}/data"
-    if scheme == "memory":
-        return "memory:"
-    if scheme == "redis":
-        servers = [request.getfixturevalue("redis_server")]
+        yield f"local:{tmp_path}/data"
+    elif scheme == "memory":
+        yield "memory:"
+    elif scheme.endswith("s3"):
+        yield request.getfixturevalue("s3").url()
+    elif scheme == "memcached":
+        # Two of the test's own: they have neither databases nor prefixes.
+        servers = [start_memcached(tmp_path) for _ in range(2)]
+        yield "memcached://" + ",".join(f"127.0.0.1:{server.port}" for server in servers)
+        for server in servers:
+            server.kill()
     else:
-        servers = request.getfixturevalue("redis_cluster")
-    places = ",".join(f"127.0.0.1:{server.port}" for server in servers)
-    return f"{scheme}://{places}?prefix={secrets.token_hex(4)}:"
+        if scheme == "redis":
+            servers = [request.getfixturevalue("redis_server")]
+        else:
+            servers = request.getfixturevalue("redis_cluster")
+        places = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+        yield f"{scheme}://{places}?prefix={secrets.token_hex(4)}:"

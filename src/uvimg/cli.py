@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, get_origin
 from uvimg import __version__, config
 from uvimg.config import ConfigError, Settings
 from uvimg.core.backend import hide_secrets, split_url
-from uvimg.core.errors import NotFound, UvimgError
+from uvimg.core.errors import NotFound, NotImplementedHere, UvimgError
 from uvimg.core.keyvalue import check_database, name_record, show_key
 from uvimg.core.types import Tables
 from uvimg.put import CannotPut, find_items, put_by_url, put_into_store, split_destination
@@ -69,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(exc), 2)
     except CannotPut as exc:
         return _complain(str(exc), 1)
+    except NotImplementedHere as exc:
+        return _complain(exc.detail, 2)
     except UvimgError as exc:
         return _complain(exc.detail, 1)
     except ValueError as exc:

@@ -21,7 +21,8 @@ from cachetools import LRUCache
 from uvimg.apps.codings import Codings
 from uvimg.apps.intermediates import Intermediates
 from uvimg.apps.originals import Facts, Originals, Staged, Stored, read_facts, read_source
-from uvimg.apps.renditions import close, hash_bytes, is_whole, keep_rendition
+from uvimg.apps.renditions import close, find_bytes, hash_bytes, is_whole, keep_rendition, without_bytes
+from uvimg.apps.streaming import stream_blob
 from uvimg.cache import Cache
 from uvimg.core.access import AccessRules, Network, find_client, is_cross_site, is_rebound
 from uvimg.core.address import Digest, image_name, rendition_name, renditions_prefix
@@ -34,6 +35,7 @@ from uvimg.core.errors import (
     MethodNotAllowed,
     NoLength,
     NotFound,
+    NotImplementedHere,
     RangeNotSatisfiable,
     TooLarge,
     Undecodable,
@@ -42,7 +44,7 @@ from uvimg.core.errors import (
 )
 from uvimg.core.form import FormReader, PartBegins, PartData, PartEnds
 from uvimg.core.formats import Format, media_type
-from uvimg.core.message import Content, FilePart, Request, Response
+from uvimg.core.message import Content, FilePart, Pieces, Request, Response
 from uvimg.core.negotiate import Failed, NotModified, Part, Unsatisfiable, Whole, choose_answer, http_date
 from uvimg.core.params import Params
 from uvimg.core.plan import Plan, Rules, Source, make_plan
@@ -307,7 +309,8 @@ class Images:
         if isinstance(answer, Response):
             return answer
         try:
-            content = await self._fetch(original, record, key) if body is None else body
+            pieces = None if body else await stream_blob(self._store, request, record, answer)
+            content = body or pieces or await self._fetch(original, record, key)
         except _CodedAnew:
             # Since it was found, and once only.
             return await self._show(request, query)
@@ -381,7 +384,8 @@ class Images:
 
     async def _is_another(self, original: Record, rendition: Record, key: str) -> bool:
         """Whether the rendition of this key is another one by now, or gone with its image."""
-        known = await self._store.record(rendition_name(original.digest, key))
+        found = await self._store.record(rendition_name(original.digest, key))
+        known = None if found is None else without_bytes(found)
         # One that is the original itself need not be kept.
         return known != rendition and (known is not None or rendition.digest != original.digest)
 
@@ -408,8 +412,11 @@ class Images:
     def _svg_headers(self) -> dict[str, str]:
         return {**dict(self._settings.image_headers), "Content-Security-Policy": _LOCKED_DOWN}
 
-    def _answer_image(self, answer: Whole | Part, record: Record, body: Content, origin: str) -> Response:
-        """200 or 206 with a representation. `origin` says for the metrics how it was come by."""
+    def _answer_image(self, answer: Whole | Part, record: Record, body: Content | Pieces, origin: str) -> Response:
+        """200 or 206 with a representation, of which pieces are what is to be sent already.
+
+        `origin` says for the metrics how it was come by.
+        """
         headers = self._image_headers(record)
         headers["Content-Type"] = record.type
         headers["Accept-Ranges"] = "bytes"
@@ -418,6 +425,8 @@ class Images:
         if isinstance(answer, Whole):
             return Response(200, headers, body, origin=origin)
         headers["Content-Range"] = f"bytes {answer.start}-{answer.stop - 1}/{record.size}"
+        if isinstance(body, Pieces):
+            return Response(206, headers, body, origin=origin)
         if isinstance(body, FilePart):
             return Response(206, headers, body.part(answer.start, answer.stop), origin=origin)
         return Response(206, headers, body[answer.start : answer.stop], origin=origin)
@@ -441,10 +450,10 @@ class Images:
         """A rendition, and whether it came from the store or was made."""
         name = rendition_name(original.digest, key)
         record = ahead.record if ahead.name == name else await self._store.record(name)
-        content = None if record is None else await self._store.get(record.digest)
+        content = None if record is None else await find_bytes(self._store, record)
         close(content)
         if record is not None and content is not None and is_whole(record, content):
-            return Rendition(record, content if isinstance(content, bytes) else None), "store"
+            return Rendition(without_bytes(record), content if isinstance(content, bytes) else None), "store"
         rendered, body, lasts = await self._render(query, original, plan)
         if rendered.as_original:
             record = msgspec.structs.replace(original, facts=b"")
@@ -607,8 +616,10 @@ class Images:
 
     async def _forget_renditions(self, digest: Digest) -> None:
         prefix = renditions_prefix(digest)
-        while page := await self._store.scan(prefix, limit=100):
-            await self._store.unbind([name for name, _ in page])
+        # Where nothing can be listed they are left: whoever asks for one is asked for its image first.
+        with contextlib.suppress(NotImplementedHere):
+            while page := await self._store.scan(prefix, limit=100):
+                await self._store.unbind([name for name, _ in page])
         self._cache.forget(lambda key: key[0] == digest)
 
     def _answer_page(self, request: Request, query: Page | Options) -> Response:

@@ -66,8 +66,9 @@ class Servers(Protocol):
     async def close(self) -> None: ...
 
 
-def open_servers(place: RedisPlace, timeout_s: float) -> Servers:
-    return _Cluster(place, timeout_s) if place.is_cluster else _One(place, timeout_s)
+def open_servers(place: RedisPlace, timeout_s: float, role: str = "redis") -> Servers:
+    """`role` is what people call each of them."""
+    return _Cluster(place, timeout_s, role) if place.is_cluster else _One(place, timeout_s, role)
 
 
 async def run_script(
@@ -87,9 +88,9 @@ class _NoScript(UvimgError):
 class _Server:
     """One server's connections, behind a guard."""
 
-    def __init__(self, address: tuple[str, int], place: RedisPlace, timeout_s: float) -> None:
+    def __init__(self, address: tuple[str, int], place: RedisPlace, timeout_s: float, role: str) -> None:
         self.address = address
-        self.guard = Guard(f"redis {address[0]}:{address[1]}", _translate, timeout_s)
+        self.guard = Guard(f"{role} {address[0]}:{address[1]}", _translate, timeout_s)
         self._make: type[aioredis.Connection] = aioredis.SSLConnection if place.is_encrypted else aioredis.Connection
         self._options: dict[str, Any] = {
             "host": address[0],
@@ -276,8 +277,8 @@ def _check(answer: Any) -> Any:
 class _One:
     """One server."""
 
-    def __init__(self, place: RedisPlace, timeout_s: float) -> None:
-        self._server = _Server(place.addresses[0], place, timeout_s)
+    def __init__(self, place: RedisPlace, timeout_s: float, role: str) -> None:
+        self._server = _Server(place.addresses[0], place, timeout_s, role)
         self.guards = (self._server.guard,)
 
     async def ask(self, partition: int, *command: bytes | str | int, is_long: bool = False) -> Any:
@@ -302,8 +303,8 @@ class _Cluster:
     of them; here each server has a guard of its own, and nobody waits for one who asks another.
     """
 
-    def __init__(self, place: RedisPlace, timeout_s: float) -> None:
-        self._place, self._timeout_s = place, timeout_s
+    def __init__(self, place: RedisPlace, timeout_s: float, role: str) -> None:
+        self._place, self._timeout_s, self._role = place, timeout_s, role
         self._servers: dict[tuple[str, int], _Server] = {}
         self._slots = [key_slot(place.base(partition)) for partition in range(place.partitions)]
         self._owners: dict[int, tuple[str, int]] = {}
@@ -369,7 +370,7 @@ class _Cluster:
     def _server(self, address: tuple[str, int]) -> _Server:
         server = self._servers.get(address)
         if server is None:
-            server = self._servers[address] = _Server(address, self._place, self._timeout_s)
+            server = self._servers[address] = _Server(address, self._place, self._timeout_s, self._role)
         return server
 
     async def _find(self, partition: int) -> _Server:
