@@ -228,9 +228,12 @@ class Change:
                     if find_blob_partition(use.digest, len(self._bases)) == partition:
                         step.releases.append(use)
         if len(partitions) == 1:
-            # Those that hold what this step gives uses of its own.
+            # The last one also lets go of what held blobs until their records had uses.
+            wanted = {each.use for each in self._left()}
             step.releases += [
-                use for use in self.loose if find_blob_partition(use.digest, len(self._bases)) == partition
+                use
+                for use in self.loose
+                if use not in wanted and find_blob_partition(use.digest, len(self._bases)) == partition
             ]
         return step
 
