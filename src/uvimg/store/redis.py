@@ -242,10 +242,12 @@ class RedisStore:
     async def _count(self, group: bytes, now_s: int, counts: dict[bytes, int]) -> None:
         end = name_after(group)
         assert end is not None
-        partitions = range(self._partitions)
-        there = await self._ask_each(partitions, lambda base: ("ZLEXCOUNT", base + b"names", b"[" + group, b"(" + end))
-        gone = await self._ask_each(partitions, lambda base: ("ZCOUNT", base + b"due/" + group, "-inf", now_s))
-        if count := sum(there) - sum(gone):
+        commands: list[tuple[int, Command]] = []
+        for partition, base in enumerate(self._bases):
+            commands.append((partition, ("ZLEXCOUNT", base + b"names", b"[" + group, b"(" + end)))
+            commands.append((partition, ("ZCOUNT", base + b"due/" + group, "-inf", now_s)))
+        found = await self._servers.ask_all(commands)
+        if count := sum(found[::2]) - sum(found[1::2]):
             counts[group] = count
 
     # Changing
@@ -337,7 +339,11 @@ class RedisStore:
     async def _carry_out(self, change: Change) -> None:
         tries = 0
         while (step := change.next_step()) is not None:
-            answer = await self._run(step)
+            try:
+                answer = await self._run(step)
+            except BaseException:
+                change.doubt(step)
+                raise
             if answer[0] == 1:
                 change.complete(step)
             elif answer[0] == 2:
