@@ -15,10 +15,11 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from bench import compression, document, report, variants
+from bench.programs import find_missing
 from bench.result import Result, compare
 from bench.rounds import Subject, measure
 from bench.serving import BenchError
-from bench.site import Site, Variant, find_missing
+from bench.site import Site, Variant
 from bench.variants import SUITES, Suite
 
 

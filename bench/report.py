@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from bench.result import MEASURES, Change, Goal, Result, judge
 from bench.serving import BenchError
@@ -50,28 +51,44 @@ def format_case(suite: str, case: str, results: Sequence[Result], goals: Sequenc
     return "\n".join(lines)
 
 
+# The title of a column with what others measured of what stands in the column before.
+PUBLISHED = "published"
+
+
 def tabulate(suite: str, case: str, results: Sequence[Result]) -> list[list[str]]:
     """What was measured in a case, a row each, below a row of titles."""
     rows = [row for row in results if (row.suite, row.case, row.outcome) == (suite, case, "measured")]
-    shown = [name for name in MEASURES if any(name in row.measures for row in rows)]
-    table = [["server", *(MEASURES[name].title for name in shown)]]
-    table += [[row.variant, *(_format_values(name, row.measures.get(name, ())) for name in shown)] for row in rows]
-    if any(row.published for row in rows) and "rate" in shown:
-        beside = shown.index("rate") + 2
-        table[0].insert(beside, "published")
+    table = [["server"], *([row.variant] for row in rows)]
+    for name in MEASURES:
+        if not any(name in row.measures for row in rows):
+            continue
+        table[0].append(MEASURES[name].title)
         for line, row in zip(table[1:], rows, strict=True):
-            line.insert(beside, f"{row.published:,.0f}" if row.published else "–")
+            line.append(_format_values(name, row.measures.get(name, ())))
+        if any(name in row.published for row in rows):
+            table[0].append(PUBLISHED)
+            for line, row in zip(table[1:], rows, strict=True):
+                line.append(format_figure(name, row.published.get(name)))
     return table
+
+
+def format_figure(measure: str, figure: float | None) -> str:
+    return "–" if figure is None else f"{figure:,.{MEASURES[measure].digits}f}"
 
 
 def tell_missing(suite: str, case: str, results: Sequence[Result]) -> list[str]:
     """A line for each that was not measured, with the reason and what others measured of it."""
-    return [
-        f"{row.variant}: {row.outcome.upper()}, {row.note}"
-        + (f" (published: {row.published:,.0f} requests/s)" if row.published else "")
-        for row in results
-        if (row.suite, row.case) == (suite, case) and row.outcome != "measured"
-    ]
+    lines = []
+    for row in results:
+        if (row.suite, row.case) != (suite, case) or row.outcome == "measured":
+            continue
+        figures = ", ".join(
+            f"{format_figure(name, figure)} {MEASURES[name].title}" for name, figure in row.published.items()
+        )
+        lines.append(
+            f"{row.variant}: {row.outcome.upper()}, {row.note}" + (f" (published: {figures})" if figures else "")
+        )
+    return lines
 
 
 def tell_goals(suite: str, case: str, results: Sequence[Result], goals: Sequence[Goal]) -> list[str]:
@@ -138,14 +155,17 @@ def read_json(file: Path) -> list[Result]:
     """The results of an older run. BenchError when the file holds none."""
     try:
         entries = json.loads(file.read_text())["results"]
-        return [
-            Result(**{**entry, "measures": {name: tuple(values) for name, values in entry["measures"].items()}})
-            for entry in entries
-        ]
+        return [_read_result(entry) for entry in entries]
     except OSError as exc:
         raise BenchError(f"{file}: {exc.strerror}") from exc
     except (ValueError, TypeError, KeyError, AttributeError) as exc:
         raise BenchError(f"{file} was not written by --json") from exc
+
+
+def _read_result(entry: dict[str, Any]) -> Result:
+    measures = {name: tuple(values) for name, values in entry["measures"].items()}
+    # What was published does not depend on the run.
+    return Result(**{**entry, "measures": measures, "published": dict(entry["published"] or {})})
 
 
 def format_changes(changes: Sequence[Change]) -> str:

@@ -32,8 +32,7 @@ MEASURES = {
         Measure("deviation_percent", "± %", 1),
         Measure("p50_ms", "p50 ms", 3),
         Measure("p99_ms", "p99 ms", 3),
-        Measure("max_ms", "max ms", 1),
-        Measure("p50_ms", "p50 ms", 2),
+        Measure("max_ms", "max ms", 2),
         Measure("sync_rate", "fsyncs/s", 0, "more"),
         Measure("per_sync", "× one fsync each", 1, "more"),
         Measure("start_ms", "start ms", 0),
@@ -63,8 +62,8 @@ class Result:
     measures: dict[str, tuple[float, ...]] = field(default_factory=dict)
     # Why it was skipped or how it failed.
     note: str = ""
-    # The requests/s that others have measured of it, on a machine of theirs.
-    published: float | None = None
+    # Measure → what others have measured of it, on a machine of theirs.
+    published: dict[str, float] = field(default_factory=dict)
 
     def median(self, measure: str) -> float | None:
         values = self.measures.get(measure)

@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from bench.exchange import Ask
+from bench.programs import find_missing
 from bench.result import Outcome, Result
 from bench.serving import BenchError, Cores, Server, share_cores
-from bench.site import Site, Variant, find_missing
+from bench.site import Site, Variant
 from bench.variants import Case
 
 
@@ -94,7 +95,7 @@ class _Trial:
         if self._outcome == "measured":
             measures = {name: tuple(figure[name] for figure in self._figures) for name in self._figures[0]}
         suite, case, variant = self.subject.suite, self.subject.case.name, self.subject.variant
-        published = self.subject.case.published_rates.get(variant.name)
+        published = self.subject.case.published_figures.get(variant.name, {})
         return Result(suite, case, variant.name, variant.ours, self._outcome, measures, self._note, published)
 
 

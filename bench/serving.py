@@ -30,11 +30,13 @@ class Launch:
     """How a server is started, and where it answers: an address for each client that is to load it.
 
     One that `loops` speaks no HTTP: it does the work by itself, for as long as it is told at each of its addresses.
+    At the places `behind` it those of its processes listen that another of them asks.
     """
 
     commands: tuple[tuple[str, ...], ...]
     addresses: tuple[Address, ...]
     loops: bool = False
+    behind: tuple[Address | Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Server:
 
     def __init__(self, name: str, launch: Launch, cores: Cores, log: Path) -> None:
         self.name, self.addresses, self.loops, self._log = name, launch.addresses, launch.loops, log
-        self.commands = launch.commands
+        self.commands, self._behind = launch.commands, launch.behind
         self._started: list[subprocess.Popen[bytes]] = []
         try:
             with log.open("ab") as output:
@@ -93,15 +95,16 @@ class Server:
         # Who runs already needs no time to start.
         patience_s = _START_S if self._started else 0.0
         deadline = time.monotonic() + patience_s
-        for address in self.addresses:
+        for place in (*self._behind, *self.addresses):
             while True:
                 self.check_alive()
                 try:
-                    socket.create_connection(address, 1.0).close()
+                    _connect(place).close()
                     break
                 except OSError:
                     if time.monotonic() > deadline:
-                        raise BenchError(f"nobody listens at {address[0]}:{address[1]}") from None
+                        name = place if isinstance(place, Path) else f"{place[0]}:{place[1]}"
+                        raise BenchError(f"nobody listens at {name}") from None
                     time.sleep(0.02)
 
     def check_alive(self) -> None:
@@ -148,6 +151,18 @@ class Server:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _connect(place: Address | Path) -> socket.socket:
+    if not isinstance(place, Path):
+        return socket.create_connection(place, 1.0)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(str(place))
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def read_cpu_s(pid: int) -> float | None:

@@ -19,9 +19,10 @@ from bench.generators import Count, parse_ab, parse_wrk
 from bench.load import KeepAlive, Variety, write_script
 from bench.making import Making, Paced, check_made, count_answers
 from bench.pace import pace
+from bench.programs import find_missing
 from bench.result import Goal, Result, compare, judge, spread
 from bench.serving import BenchError, Launch
-from bench.site import Content, Site, Variant, find_missing
+from bench.site import Content, Site, Variant
 from bench.soak import measure_growth
 from bench.variants import Case, Suite
 from bench.work import Picture, Task, check_picture, make_walk
