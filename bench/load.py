@@ -36,7 +36,7 @@ from bench.work import Walk
 # How the requests of one load differ: not at all; not at all, but by the way that the others take through wrk;
 # in target and fields, 10,000 of them; in target and fields, every one.
 Variety = Literal["same", "same by Lua", "10,000", "never the same"]
-_MIN_WARM_UP_S = 0.3
+_MIN_WARM_UP_S = 0.1
 # Enough to look at answers with. Thousands take a while to be made, and are made again when they are counted.
 _LOOK_CONNECTIONS = 100
 # As the suite promises.

@@ -114,6 +114,7 @@ class Making:
             check_made(hits, read_metrics(address, "uvimg_hits_total"))
             established = count_established(server.addresses[:1])
             counts = stop_wrk([wrk])
+        server.await_rest()
         check_counts(server, counts)
         if established < self.connections:
             raise BenchError(f"{established} connections were left of {self.connections}")

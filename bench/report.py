@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bench.result import MEASURES, Change, Goal, Result, judge
+from bench.result import MEASURES, Change, Goal, Result, Section, judge
 from bench.serving import BenchError
 
 
@@ -41,13 +41,13 @@ def _ask_version(command: list[str]) -> str:
     return found[0] if found else "unknown"
 
 
-def format_case(suite: str, case: str, results: Sequence[Result], goals: Sequence[Goal], published: str = "") -> str:
+def format_section(suite: str, section: Section, results: Sequence[Result]) -> str:
     """The table of one case: medians with the least and the most of all rounds, then what is aimed at."""
-    lines = [f"\n{suite} · {case}", *_align(tabulate(suite, case, results))]
-    lines += [f"  {line}" for line in tell_missing(suite, case, results)]
-    lines += [f"  {line}" for line in tell_goals(suite, case, results, goals)]
-    if published:
-        lines.append(f"  published: {published}")
+    lines = [f"\n{suite} · {section.name}", *_align(tabulate(suite, section.name, results))]
+    lines += [f"  {line}" for line in tell_missing(suite, section.name, results)]
+    lines += [f"  {line}" for line in tell_goals(suite, section, results)]
+    if section.published:
+        lines.append(f"  published: {section.published}")
     return "\n".join(lines)
 
 
@@ -91,11 +91,11 @@ def tell_missing(suite: str, case: str, results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def tell_goals(suite: str, case: str, results: Sequence[Result], goals: Sequence[Goal]) -> list[str]:
+def tell_goals(suite: str, section: Section, results: Sequence[Result]) -> list[str]:
     """A line for each goal of what was measured."""
-    rows = [row for row in results if (row.suite, row.case, row.outcome) == (suite, case, "measured")]
+    rows = [row for row in results if (row.suite, row.case, row.outcome) == (suite, section.name, "measured")]
     measured = {row.variant: row for row in rows}
-    return [_format_goal(goal, measured[goal.variant], results) for goal in goals if goal.variant in measured]
+    return [_format_goal(goal, measured[goal.variant], results) for goal in section.goals if goal.variant in measured]
 
 
 def _format_values(name: str, values: Sequence[float]) -> str:
@@ -104,7 +104,7 @@ def _format_values(name: str, values: Sequence[float]) -> str:
     digits = MEASURES[name].digits
     middle = f"{statistics.median(values):,.{digits}f}"
     # Whole distributions say enough of the others.
-    if name not in ("cpu_us", "rate", "connection_kib") or len(values) < 2:
+    if name not in ("cpu_us", "cpu_ms", "rate", "connection_kib") or len(values) < 2:
         return middle
     return f"{middle} [{min(values):,.{digits}f}–{max(values):,.{digits}f}]"
 

@@ -38,14 +38,22 @@ def measure(
     try:
         for trial in trials:
             trial.attempt(trial.start)
-        for _ in range(rounds):
+        for number in range(rounds):
             for trial in trials:
+                if number >= count_rounds(trial.subject, rounds, quick=site.quick):
+                    continue
                 watch(trial.subject.name)
                 trial.attempt(partial(trial.run, seconds))
     finally:
         for trial in trials:
             trial.stop()
     return [trial.result() for trial in trials]
+
+
+def count_rounds(subject: Subject, rounds: int, *, quick: bool) -> int:
+    """How many of so many rounds it is worth to be in."""
+    case = subject.case
+    return min(rounds, case.load.most_rounds, *([case.quick_rounds] if quick else []))
 
 
 class _Trial:
@@ -82,8 +90,7 @@ class _Trial:
             self._asks = [variant.ask(self._site, case.content, address) for address in self._server.addresses]
 
     def run(self, seconds: float) -> None:
-        if self._server is None or len(self._figures) == self.subject.case.load.most_rounds:
-            return
+        assert self._server is not None
         self._figures.append(self.subject.case.load.run(self._server, self._asks, self._cores, seconds))
 
     def stop(self) -> None:

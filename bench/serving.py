@@ -17,6 +17,9 @@ from pathlib import Path
 _START_S = 30.0
 # Longer than any server here takes to end by itself when its clients are gone.
 _STOP_S = 8.0
+# Requests that were under way when a load ended take some servers seconds.
+_REST_S = 15.0
+_IDLE_LOOK_S, _IDLE_SHARE = 0.05, 0.2
 
 Address = tuple[str, int]
 
@@ -113,6 +116,14 @@ class Server:
             if process.poll() is not None:
                 said = self._log.read_text(errors="replace").strip().splitlines()[-1:]
                 raise BenchError(f"{self.name} ended with status {process.returncode}: {' '.join(said)}")
+
+    def await_rest(self) -> None:
+        """Until it has done what nobody waits for any more: it would take that time from whoever is measured next."""
+        deadline = time.monotonic() + _REST_S
+        before, now = -1.0, sum(self.cpu_s().values())
+        while now - before > _IDLE_SHARE * _IDLE_LOOK_S and time.monotonic() < deadline:
+            time.sleep(_IDLE_LOOK_S)
+            before, now = now, sum(self.cpu_s().values())
 
     def cpu_s(self) -> dict[int, float]:
         """CPU seconds so far of each of its processes, children too; those that have ended count with their parents."""

@@ -20,7 +20,7 @@ from bench.load import KeepAlive, Variety, write_script
 from bench.making import Making, Paced, check_made, count_answers
 from bench.pace import pace
 from bench.programs import find_missing
-from bench.result import Goal, Result, compare, judge, spread
+from bench.result import Goal, Result, Section, compare, judge, spread
 from bench.serving import BenchError, Launch
 from bench.site import Content, Site, Variant
 from bench.soak import measure_growth
@@ -244,7 +244,7 @@ def test_a_goal_may_bound_what_one_costs_more_than_the_other() -> None:
     goal = Goal("ours", "cpu_us", "at most", 250.0, "the plans alone", by="difference")
     verdict = judge(goal, ours, results)
     assert (verdict.figure, verdict.is_met, verdict.rounds) == (200.0, True, (100.0, 300.0, 200.0))
-    told = report.format_case("hello", "tiny", results, [goal])
+    told = report.format_section("hello", Section("tiny", (goal,)), results)
     assert "✓ ours, CPU µs/request: 200.00 [100.00–300.00] more than the plans alone (aim ≤ 250)" in told
 
 
