@@ -181,8 +181,8 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
     seconds = arguments.seconds or (_QUICK_S if arguments.quick else 2.0)
     rounds = arguments.rounds or (_QUICK_ROUNDS if arguments.quick else 5)
     groups = choice.choose(arguments.against)
-    steps = compression.count_steps(rounds, choice.wants_text) if with_text else 0
-    if not any(groups) and not steps:
+    text_steps = compression.count_steps(rounds, choice.wants_text) if with_text else 0
+    if not any(groups) and not text_steps:
         raise BenchError("there is no such case or server; python -m bench --list shows all")
     if arguments.json:
         # Now, not after ten minutes of measuring.
@@ -199,7 +199,9 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
     if float(machine["load average"]) > _QUIET:
         print("The machine is not quiet: figures vary more, and requests/s are worth little.")
     results: list[Result] = []
-    steps += sum(count_rounds(subject, rounds, quick=arguments.quick) for subjects in groups for subject in subjects)
+    steps = text_steps + sum(
+        count_rounds(subject, rounds, quick=arguments.quick) for subjects in groups for subject in subjects
+    )
     # disable=None: only where somebody watches.
     with (
         tempfile.TemporaryDirectory(prefix="bench-") as folder,
@@ -220,7 +222,7 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
             for subjects in filter(None, groups):
                 results += measure(subjects, site, seconds, rounds, watch)
                 tell(subjects[0].suite, dict.fromkeys(subject.case.section for subject in subjects))
-        if steps and with_text:
+        if text_steps:
             results += compression.run(arguments.text, seconds, rounds, Path(folder), watch, choice.wants_text)
             tell(compression.NAME, _find_told(compression.NAME, compression.SECTIONS, results))
     if arguments.json:

@@ -116,13 +116,14 @@ def run(
     if not 1000 < len(text) < 100_000_000:
         raise BenchError("the text should have a few megabytes")
     cores = serving.share_cores(1)
-    os.sched_setaffinity(0, cores.load)
     (folder / "text").mkdir()
     (folder / "text" / "text.html").write_bytes(text)
     whole, overhead, others = SECTIONS
     servers: dict[str, Server] = {}
     reasons: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
+        stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores.load)
         for name, missing, launch in _launches(folder):
             if missing:
                 reasons[name] = missing

@@ -121,7 +121,10 @@ class Server:
         """Until it has done what nobody waits for any more: it would take that time from whoever is measured next."""
         deadline = time.monotonic() + _REST_S
         before, now = -1.0, sum(self.cpu_s().values())
-        while now - before > _IDLE_SHARE * _IDLE_LOOK_S and time.monotonic() < deadline:
+        # Who is not given a core spends nothing either, and is ready to.
+        while now - before > _IDLE_SHARE * _IDLE_LOOK_S or any(map(_wants_core, self._processes())):
+            if time.monotonic() > deadline:
+                return
             time.sleep(_IDLE_LOOK_S)
             before, now = now, sum(self.cpu_s().values())
 
@@ -192,6 +195,14 @@ def _read_ended_cpu_s(pid: int) -> float:
     except OSError:
         return 0.0
     return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
+
+
+def _wants_core(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+            if thread.read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
 
 
 def _read_rss_bytes(pid: int, *, own: bool = False) -> int:
