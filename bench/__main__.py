@@ -181,7 +181,9 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
     seconds = arguments.seconds or (_QUICK_S if arguments.quick else 2.0)
     rounds = arguments.rounds or (_QUICK_ROUNDS if arguments.quick else 5)
     groups = choice.choose(arguments.against)
-    text_steps = compression.count_steps(rounds, choice.wants_text) if with_text else 0
+    # The highest levels take seconds for one request.
+    text_rounds = 1 if arguments.quick else rounds
+    text_steps = compression.count_steps(text_rounds, choice.wants_text) if with_text else 0
     if not any(groups) and not text_steps:
         raise BenchError("there is no such case or server; python -m bench --list shows all")
     if arguments.json:
@@ -223,7 +225,7 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
                 results += measure(subjects, site, seconds, rounds, watch)
                 tell(subjects[0].suite, dict.fromkeys(subject.case.section for subject in subjects))
         if text_steps:
-            results += compression.run(arguments.text, seconds, rounds, Path(folder), watch, choice.wants_text)
+            results += compression.run(arguments.text, seconds, text_rounds, Path(folder), watch, choice.wants_text)
             tell(compression.NAME, _find_told(compression.NAME, compression.SECTIONS, results))
     if arguments.json:
         report.write_json(arguments.json, machine, seconds, results)

@@ -4,6 +4,7 @@ They follow the reader's light or dark. Colours are ours and theirs: blue is alw
 """
 
 import html
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +16,7 @@ _BAR, _GAP, _LABEL, _PLOT, _VALUE = 18, 8, 230, 410, 100
 _LEFT, _TOP, _WIDE, _HIGH, _NAMES = 70, 34, 470, 220, 200
 _GRID = 4
 # Numbers under the lines: not more than can be read.
-_MOST_NUMBERS = 12
+_MOST_NUMBERS = 8
 _OURS, _RIVALS = ("ours1", "ours2", "ours3"), ("rival1", "rival2", "rival3", "rival4")
 _STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#1c2330}.rival{fill:#a9b4c6}.ours{fill:#2b59c3}"
@@ -70,21 +71,25 @@ def draw_lines(
         for name, figures in lines.items()
     }
     points = {name: line for name, line in points.items() if len(line) > 1}
-    most = max((figure for line in points.values() for _, figure in line), default=0.0)
-    if most <= 0:
+    greatest = max((figure for line in points.values() for _, figure in line), default=0.0)
+    if greatest <= 0:
         return ""
+    most = _round_up(greatest)
     right, low = _LEFT + _WIDE, _TOP + _HIGH
     parts = [_open(right + _NAMES, low + 46, f"{title}: {_title(measure)}")]
     parts.append(f'<text x="{_LEFT}" y="16">{html.escape(_title(measure))}</text>')
     for part in range(_GRID + 1):
         y = low - _HIGH * part / _GRID
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{most * part / _GRID:,.0f}</text>')
+        figure = f"{most * part / _GRID:,.{MEASURES[measure].digits}f}"
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{figure}</text>')
 
     def find_x(place: int) -> float:
         return _LEFT + place * _WIDE / (len(levels) - 1)
 
-    for place in range(0, len(levels), 1 + len(levels) // _MOST_NUMBERS):
+    step = math.ceil(len(levels) / _MOST_NUMBERS)
+    # From the last back, which matters most.
+    for place in range(len(levels) - 1, -1, -step):
         x = find_x(place)
         parts.append(f'<text x="{x:.1f}" y="{low + 18}" text-anchor="middle">{levels[place]:,}</text>')
     parts.append(f'<text x="{_LEFT + _WIDE / 2}" y="{low + 38}" text-anchor="middle">{html.escape(title)}</text>')
@@ -98,6 +103,12 @@ def draw_lines(
         parts.append(f'<polyline class="{colours[name]}" points="{path}"/>')
         parts.append(f'<text class="{colours[name]}" x="{right + 8}" y="{y:.1f}">{html.escape(name)}</text>')
     return "".join([*parts, "</svg>\n"])
+
+
+def _round_up(figure: float) -> float:
+    """To what divides by four into numbers that are easily read."""
+    whole: float = 10 ** math.floor(math.log10(figure))
+    return next(part * whole for part in (1, 2, 4, 6, 8, 10) if part * whole >= figure)
 
 
 def _choose_colours(names: Sequence[str], ours: set[str]) -> dict[str, str]:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from bench.charts import draw_bars, draw_lines
 from bench.report import PUBLISHED, format_figure, tabulate, tell_goals, tell_missing
-from bench.result import Result, Section
+from bench.result import Goal, Result, Section, judge
 from bench.serving import BenchError
 
-# What the one table of a series shows.
-_SERIAL = "rate"
+# What the one table of a series shows, and what its ratios are of.
+_SERIAL, _DECIDING = "rate", "cpu_us"
 _TITLE = "uvimg beside its rivals"
 _READING = (
     "All of a case are measured in turn, in one run, on one machine: what counts is the ratio of one to another here. "
@@ -117,7 +117,27 @@ class _Series:
                 line.append(format_figure(_SERIAL, row.median(_SERIAL) if row else None))
                 if has_published:
                     line.append(format_figure(_SERIAL, row.published.get(_SERIAL) if row else None))
+        for variant, rival in self._pairs():
+            table[0].append(f"CPU, {variant} ÷ {rival}")
+            for line, section in zip(table[1:], self.sections, strict=True):
+                line.append(self._tell_ratio(section, variant, rival))
         return table
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        """Whose CPU time is held against whose in several of them."""
+        pairs = [
+            (goal.variant, goal.rival)
+            for section in self.sections
+            for goal in section.goals
+            if goal.measure == _DECIDING and goal.by == "ratio" and goal.rival and not goal.case
+            if self._tell_ratio(section, goal.variant, goal.rival) != "–"
+        ]
+        return [pair for pair in dict.fromkeys(pairs) if pairs.count(pair) > 1]
+
+    def _tell_ratio(self, section: Section, variant: str, rival: str) -> str:
+        row = self._find(section, variant)
+        verdict = judge(Goal(variant, _DECIDING, "at most", None, rival), row, self.results) if row else None
+        return "–" if verdict is None or verdict.figure is None else f"{verdict.figure:.2f}"
 
     def draw(self) -> str:
         lines = {
@@ -130,7 +150,9 @@ class _Series:
         return draw_lines(self.name, [section.level for section in self.sections], lines, ours, _SERIAL)
 
     def tell_published(self) -> list[str]:
-        return list(dict.fromkeys(section.published for section in self.sections if section.published))
+        """Where and when: what is told behind it is each section's own."""
+        texts = (section.published.partition(": ")[0] for section in self.sections)
+        return list(dict.fromkeys(filter(None, texts)))
 
     def _variants(self) -> list[str]:
         """Who was measured in several of them, or was not but has published figures."""

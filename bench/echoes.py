@@ -27,7 +27,7 @@ from bench.work import Walk
 
 _HERE = Path(__file__).parent
 _PROGRAMS = _HERE / "rivals" / "echo"
-_MIN_WARM_UP_S = 0.3
+_MIN_WARM_UP_S = 0.1
 # The client waits so long for its last messages, and then some.
 _END_S = 10.0
 

@@ -43,7 +43,7 @@ _LOOK_CONNECTIONS = 100
 _DIFFERENT = 10_000
 # As many as zimg's table was made with, and what is enough to see whether it works.
 _NEW_CONNECTIONS = 200_000
-_NEW_CONNECTIONS_QUICK = 20_000
+_NEW_CONNECTIONS_QUICK = 5_000
 _MOST_S = 300.0
 # The server has its first buffers, caches and code in memory.
 _FIRST_IDLE = 100
@@ -193,7 +193,7 @@ class NewConnections:
     def run(self, server: Server, asks: list[Ask], cores: Cores, seconds: float) -> dict[str, float]:
         for address, ask in zip(server.addresses, asks, strict=True):
             check(address, ask)
-        requests = _NEW_CONNECTIONS if seconds >= 2 else _NEW_CONNECTIONS_QUICK
+        requests = _NEW_CONNECTIONS if seconds >= 2 else max(_NEW_CONNECTIONS_QUICK, self.connections)
         before = server.cpu_s()
         with contextlib.ExitStack() as stack:
             running = []

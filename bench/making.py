@@ -40,7 +40,7 @@ from bench.work import Walk, check_picture
 # Decoded and measured before each round.
 _SAMPLES = 4
 _SAMPLE_EVERY_S = 0.5
-_MIN_WARM_UP_S = 0.3
+_MIN_WARM_UP_S = 0.1
 # Of the answers; a client that is stopped makes the few others.
 _LEAST_MADE = 0.98
 # Longer than the slowest preparation, and than any request takes.
@@ -114,7 +114,6 @@ class Making:
             check_made(hits, read_metrics(address, "uvimg_hits_total"))
             established = count_established(server.addresses[:1])
             counts = stop_wrk([wrk])
-        server.await_rest()
         check_counts(server, counts)
         if established < self.connections:
             raise BenchError(f"{established} connections were left of {self.connections}")

@@ -118,7 +118,7 @@ class Server:
                 raise BenchError(f"{self.name} ended with status {process.returncode}: {' '.join(said)}")
 
     def await_rest(self) -> None:
-        """Until it has done what nobody waits for any more: it would take that time from whoever is measured next."""
+        """Until it has done what nobody waits for any more, or for long: who is measured next wants that time."""
         deadline = time.monotonic() + _REST_S
         before, now = -1.0, sum(self.cpu_s().values())
         # Who is not given a core spends nothing either, and is ready to.

@@ -394,6 +394,7 @@ def _thumbnail(connections: int) -> Case:
         _figures_published_made(connections),
         "connections, 640 × 856 → 100 × 100 gray",
         connections,
+        quick_rounds=2 if connections == 100 else 1,
     )
 
 
@@ -429,6 +430,7 @@ def _typed(connections: int) -> Case:
         _figures_published_made(connections),
         "connections, the same by a type’s name",
         connections,
+        quick_rounds=2 if connections == 100 else 1,
     )
 
 

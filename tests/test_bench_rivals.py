@@ -13,7 +13,7 @@ from bench.charts import draw_lines
 from bench.exchange import check
 from bench.load import KeepAlive
 from bench.making import Making
-from bench.result import Result, Section
+from bench.result import Goal, Result, Section
 from bench.rounds import Subject, count_rounds
 from bench.serving import Launch, Server, share_cores
 from bench.site import Content, Site, Variant, absent
@@ -165,9 +165,12 @@ def test_a_quick_run_of_all_keeps_to_what_was_published_and_names_what_it_left(
 
 
 def test_cases_that_differ_in_a_number_have_one_table_in_the_order_of_that_number(tmp_path: Path) -> None:
-    sections = [Section(f"{level} at once", (), "2013", "connections", level) for level in (100, 1000, 20)]
+    goals = (Goal("uvimg", "cpu_us", "at most", 1.0, "nginx"),)
+    sections = [Section(f"{level} at once", goals, "2013: so", "connections", level) for level in (100, 1000, 20)]
     results = [
-        Result("s", section.name, name, ours, "measured", {"rate": (rate,)}, "", published_figures)
+        Result(
+            "s", section.name, name, ours, "measured", {"rate": (rate,), "cpu_us": (1e6 / rate,)}, "", published_figures
+        )
         for section in sections
         for name, ours, rate, published_figures in (
             ("uvimg", True, 5000.0 + section.level, {"rate": 30.0}),
@@ -179,12 +182,14 @@ def test_cases_that_differ_in_a_number_have_one_table_in_the_order_of_that_numbe
     document.write(tmp_path, {}, "", [document.Chapter("s", "S", sections)], results)
     text = (tmp_path / "report.md").read_text()
     assert (
-        "| connections | uvimg | published | nginx |\n| --- | ---: | ---: | ---: |\n"
-        "| 20 | 5,020 | 30 | 4,000 |\n| 100 | 5,100 | 30 | 4,000 |\n| 1,000 | 6,000 | 30 | 4,000 |\n" in text
+        "| connections | uvimg | published | nginx | CPU, uvimg ÷ nginx |\n| --- | ---: | ---: | ---: | ---: |\n"
+        "| 20 | 5,020 | 30 | 4,000 | 0.80 |\n| 100 | 5,100 | 30 | 4,000 | 0.78 |\n"
+        "| 1,000 | 6,000 | 30 | 4,000 | 0.67 |\n" in text
     )
     page = (tmp_path / "index.html").read_text()
     assert "<td>5,020<small>30</small></td><td>4,000</td>" in page
     assert page.count("<details>") == 3
+    assert page.count("<p>published: 2013</p>") == 1
     assert (tmp_path / "s-connections.svg").read_text() in page
 
 
