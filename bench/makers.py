@@ -27,9 +27,13 @@ _INTERMEDIATES_S = 30.0
 def upload(address: Address, data: bytes) -> None:
     """To uvimg. BenchError when it is not taken."""
     connection = http.client.HTTPConnection(*address, timeout=30)
-    connection.request("POST", "/images", data, {"Content-Type": "image/jpeg"})
-    status = connection.getresponse().status
-    connection.close()
+    try:
+        connection.request("POST", "/images", data, {"Content-Type": "image/jpeg"})
+        status = connection.getresponse().status
+    except (OSError, http.client.HTTPException) as exc:
+        raise BenchError(f"no answer to an upload: {exc!r}") from None
+    finally:
+        connection.close()
     if status != 201:
         raise BenchError(f"uvimg answers an upload with {status}")
 

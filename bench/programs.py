@@ -15,6 +15,7 @@ from pathlib import Path
 PACKAGES = {
     "nginx": "nginx",
     "memcached": "memcached",
+    "redis-server": "redis-server",
     "wrk": "wrk",
     "ab": "apache2-utils",
     "taskset": "util-linux",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench import corpus, echoes, keyvalue, memcached, nginx, php, published, serving, thumbor
+from bench import caches, corpus, echoes, keyvalue, nginx, php, published, serving, thumbor
 from bench.exchange import Ask, exchange
 from bench.load import Idle, KeepAlive, Load, NewConnections
 from bench.makers import (
@@ -169,8 +169,8 @@ _OURS = (TRANSPORT, STREAMS, AIOHTTP)
 
 def _beside_zimg_rivals(*rivals: Variant) -> tuple[Goal, ...]:
     """What is told beside those of zimg's tables, who are far behind."""
-    with_memcached = _cpu(memcached.UVIMG, None, memcached.NGINX)
-    return (with_memcached, *(_cpu(TRANSPORT, None, rival) for rival in (memcached.NGINX, *rivals)))
+    with_memcached = _cpu(caches.UVIMG, None, caches.NGINX)
+    return (with_memcached, *(_cpu(TRANSPORT, None, rival) for rival in (caches.NGINX, *rivals)))
 
 
 _BESIDE_BARE = (_cpu(AIOHTTP, 1.15, BARE_AIOHTTP), _cpu(STREAMS, 1.0, AIOHTTP), _cpu(STREAMS, None, NGINX))
@@ -214,7 +214,7 @@ _THUMBOR_ORIGINAL = absent(
 
 def _rates_published_2013(rates: tuple[float, float, float], with_php: Variant) -> dict[str, Figures]:
     """zimg's place is ours; what it had in memcached stands beside what we have there."""
-    variants = (TRANSPORT, memcached.UVIMG, with_php)
+    variants = (TRANSPORT, caches.UVIMG, with_php)
     return {variant.name: {"rate": rate} for variant, rate in zip(variants, rates, strict=True)}
 
 
@@ -228,7 +228,7 @@ _STATIC = Suite(
                 _RENDITION,
                 Content.RENDITION,
                 KeepAlive(100),
-                (*_ALL, memcached.UVIMG, memcached.NGINX, php.KEEPING, thumbor.KEEPING),
+                (*_ALL, caches.UVIMG, caches.UVIMG_ON_REDIS, caches.NGINX, php.KEEPING, thumbor.KEEPING),
                 (
                     _cpu(TRANSPORT, 1.15, NGINX),
                     *_BESIDE_BARE,
@@ -250,7 +250,7 @@ _STATIC = Suite(
                 "original of 30 KB",
                 Content.ORIGINAL,
                 KeepAlive(100),
-                (*_ALL, memcached.UVIMG, memcached.NGINX, php.GD, _THUMBOR_ORIGINAL),
+                (*_ALL, caches.UVIMG, caches.UVIMG_ON_REDIS, caches.NGINX, php.GD, _THUMBOR_ORIGINAL),
                 (_cpu(TRANSPORT, 1.25, NGINX), *_BESIDE_BARE, *_beside_zimg_rivals(php.GD)),
                 published=f"{published.STATIC_ON}, “static image”",
                 published_figures=_rates_published_2013(published.STATIC, php.GD),

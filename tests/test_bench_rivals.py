@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import compression, document, memcached, php, programs, published, report, thumbor, variants
+from bench import caches, compression, document, php, programs, published, report, thumbor, variants
 from bench.__main__ import main
 from bench.charts import draw_lines
 from bench.exchange import check
@@ -67,10 +67,10 @@ def test_php_makes_all_that_the_others_make(site: Site) -> None:
 
 def test_nginx_answers_from_memcached_what_was_put_there(site: Site) -> None:
     skip_without(programs.find_missing("nginx", "memcached"))
-    server = start(memcached.NGINX, site, Content.RENDITION)
+    server = start(caches.NGINX, site, Content.RENDITION)
     try:
         for content in (Content.ORIGINAL, Content.RENDITION):
-            check(server.addresses[0], memcached.NGINX.ask(site, content, server.addresses[0]))
+            check(server.addresses[0], caches.NGINX.ask(site, content, server.addresses[0]))
     finally:
         server.stop()
 
