@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pyvips
 import requests
 
 from bench import corpus
+from tests.backends import Program, start_memcached, start_redis, start_redis_cluster
 
 
 class Server:
@@ -170,3 +172,41 @@ def make_certificate(folder: Path, *options: str) -> Path:
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_certificate(tmp_path_factory.mktemp("certificate"))
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    running = start_redis(tmp_path_factory.mktemp("redis"))
+    yield running
+    running.kill()
+
+
+@pytest.fixture(scope="session")
+def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Program]]:
+    running = start_redis_cluster(tmp_path_factory.mktemp("redis-cluster"))
+    yield running
+    for server in running:
+        server.kill()
+
+
+@pytest.fixture
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A store of the test's own, of the scheme that it is given: empty."""
+    scheme: str = request.param
+    if scheme == "local":
+        yield f"local:{tmp_path}/data"
+    elif scheme == "memory":
+        yield "memory:"
+    elif scheme == "memcached":
+        # Two of the test's own: they have neither databases nor prefixes.
+        servers = [start_memcached(tmp_path) for _ in range(2)]
+        yield "memcached://" + ",".join(f"127.0.0.1:{server.port}" for server in servers)
+        for server in servers:
+            server.kill()
+    else:
+        if scheme == "redis":
+            servers = [request.getfixturevalue("redis_server")]
+        else:
+            servers = request.getfixturevalue("redis_cluster")
+        places = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+        yield f"{scheme}://{places}?prefix={secrets.token_hex(4)}:"

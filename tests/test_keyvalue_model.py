@@ -53,8 +53,8 @@ class Machine(RuleBasedStateMachine):
         everybody = parse_rules("allow all")
         chosen = KeyValueSettings("olegdb", 1 << 20, everybody, everybody, ())
         self.app = KeyValue(chosen, self.store, lambda: self.now_s)
-        assert self.store.near is not None
-        self.service = Service(self.app, None, self.store.near.version)
+        near = self.store.near
+        self.service = Service(self.app, None, near.version if near is not None else lambda: 0)
 
     def teardown(self) -> None:
         for database in (b"db", b"dc", b"d"):
@@ -229,14 +229,14 @@ async def read(response: Response) -> bytes:
     return body
 
 
-@pytest.mark.parametrize("url", ["local:DIR/data", "memory:"])
-def test_random_requests_leave_what_a_dictionary_would_hold(url: str) -> None:
+@pytest.mark.parametrize("store_url", ["local", "memory", "redis", "redis+cluster"], indirect=True)
+def test_random_requests_leave_what_a_dictionary_would_hold(store_url: str) -> None:
     # In memory where there is such a file system: nothing here is about a disk.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as folder, asyncio.Runner() as runner:
 
         async def start() -> Store:
-            return open_store(url.replace("DIR", folder))
+            return open_store(f"local:{folder}/data" if store_url.startswith("local:") else store_url)
 
         store = runner.run(start())
         machine: Callable[[], Machine] = type("Machine", (Machine,), {"runner": runner, "store": store})

@@ -26,7 +26,9 @@ ROOMS: dict[str, set[str]] = {
     "app": BACK | {"supervisor", "web", "assembly", "service", "apps", "core", "config", "logs", "systemd"},
     # What `uvimg put` does.
     "put": BACK | {"apps", "core"},
-    "cli": BACK | {"app", "put", "supervisor", "web", "assembly", "service", "apps", "core", "config", "logs"},
+    # What `uvimg import-zimg` does.
+    "zimg": BACK | {"apps", "core"},
+    "cli": BACK | {"app", "put", "zimg", "supervisor", "web", "assembly", "service", "apps", "core", "config", "logs"},
     "gunicorn": BACK | {"app", "web", "assembly", "core", "config", "logs"},
     "__main__": {"cli"},
     # Beside the rooms; assembly and what stands above it alone look into these.

@@ -15,7 +15,7 @@ from tests.test_intermediates import busy, keep, names, photo, wait_for
 from tests.test_metrics import parse_metrics, value
 from tests.test_pool import settings as pool_settings
 from tests.test_pyramid import PARAMS, SOURCES
-from uvimg.apps.images import Facts
+from uvimg.apps.originals import Facts
 from uvimg.apps.recoding import Recoder
 from uvimg.cli import main
 from uvimg.core.address import image_name, rendition_name, renditions_prefix

@@ -7,7 +7,7 @@ Below `web`, so that an aiohttp application of ours can start a service in someb
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -22,6 +22,7 @@ from uvimg.apps.images import Images, ImagesSettings, Rendition, weigh
 from uvimg.apps.intermediates import Intermediates
 from uvimg.apps.keyvalue import KeyValue, KeyValueSettings
 from uvimg.apps.operations import PATHS, Health, Operations, OperationsSettings, judge_health
+from uvimg.apps.originals import Originals
 from uvimg.apps.recoding import Recoder
 from uvimg.cache import Cache
 from uvimg.coders import Coders
@@ -38,6 +39,8 @@ from uvimg.imaging.pool import Pool, PoolSettings
 from uvimg.metrics import Metrics, Reading, watch_process
 from uvimg.service import App, Service
 from uvimg.store import Store, open_store
+from uvimg.store.guard import Guard
+from uvimg.store.sharing import SharingStore, open_cache
 
 
 class CannotStart(Exception):
@@ -62,7 +65,7 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
     metrics = Metrics(settings.metrics_dir)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(_publishing(metrics))
-        store = open_store(settings.store, durability=settings.durability)
+        store, sharing = _open_stores(settings)
         stack.push_async_callback(store.close)
         codings = await stack.enter_async_context(_coding(settings, store, metrics))
         apps: dict[str, App] = {}
@@ -90,10 +93,23 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
         service = Service(root, access_log, version, metrics, pages=pages, mounts=mounts)
         metrics.watch(watch_process(lambda: pool.pids if pool else [], lambda: service.draining))
         metrics.view(lambda: _read_store(store))
+        metrics.watch(lambda: _read_guards(store.guards))
+        if sharing is not None:
+            metrics.watch(lambda: _read_sharing(sharing))
         metrics.info = {"version": __version__} | ({"libvips": ready.libvips} if ready else {})
         # One that drains looks whether others serve.
         await metrics.publish()
         yield Assembled(service, Service(operations, access_log, version, metrics), ready)
+
+
+def _open_stores(settings: Settings) -> tuple[Store, SharingStore | None]:
+    """The store, and the same as one with a cache that nodes share, where it is."""
+    cache = open_cache(settings.cache, settings.cache_timeout_s)
+    store = _open_store(settings)
+    if cache is None:
+        return store, None
+    sharing = SharingStore(store, cache, settings.cache_ttl_s, settings.cache_secret.encode(errors="surrogateescape"))
+    return sharing, sharing
 
 
 # Where an app is among several.
@@ -134,6 +150,25 @@ async def _starting_images(
             await images.drain()
     finally:
         await pool.stop()
+
+
+@contextlib.asynccontextmanager
+async def open_originals(settings: Settings) -> AsyncIterator[tuple[Store, Originals, int]]:
+    """A store, what takes originals into it as a service with these settings would, and its count of workers."""
+    store = _open_store(settings)
+    try:
+        pool = Pool(_pool_settings(settings, None))
+        _check_formats(settings, await pool.start())
+        try:
+            yield store, Originals(store, pool, _limits(settings), _formats(settings)), count_workers(settings)
+        finally:
+            await pool.stop()
+    finally:
+        await store.close()
+
+
+def _open_store(settings: Settings) -> Store:
+    return open_store(settings.store, durability=settings.durability, timeout_s=settings.store_timeout_s)
 
 
 @contextlib.asynccontextmanager
@@ -182,7 +217,8 @@ def _find_health(service: Service, pool: Pool | None, store: Store, *, shared: b
     except StoreDown:
         store_answers = False
     else:
-        store_answers = True
+        # Of a cluster some may be away: what the others have is still served.
+        store_answers = not store.guards or not all(guard.is_away for guard in store.guards)
     return judge_health(draining=draining, workerless_s=pool.workerless_s if pool else 0.0, store_answers=store_answers)
 
 
@@ -241,6 +277,19 @@ def _read_store(store: Store) -> Iterator[Reading]:
         yield Reading("uvimg_store_free_bytes", (), measures.free_bytes)
 
 
+def _read_guards(guards: Sequence[Guard]) -> Iterator[Reading]:
+    for guard in guards:
+        yield Reading("uvimg_backend_away", (guard.name,), guard.is_away)
+        yield Reading("uvimg_backend_failures", (guard.name,), guard.failures)
+        yield Reading("uvimg_backend_calls_refused", (guard.name,), guard.refused)
+
+
+def _read_sharing(sharing: SharingStore) -> Iterator[Reading]:
+    yield from _read_guards(sharing.cache_guards)
+    for outcome, count in msgspec.structs.asdict(sharing.tally).items():
+        yield Reading("uvimg_shared_cache_calls", (outcome,), count)
+
+
 # Settings, as each part sees them
 
 
@@ -297,7 +346,7 @@ def _pool_settings(settings: Settings, script: _Script | None) -> PoolSettings:
         memory_bytes=settings.worker_memory,
         jobs_per_worker=settings.worker_jobs,
         sandbox=settings.sandbox,
-        formats=cast(tuple[Format, ...], settings.allowed_types),
+        formats=_formats(settings),
         script=script,
     )
 
@@ -351,16 +400,24 @@ def _rules(settings: Settings) -> Rules:
     )
 
 
+def _limits(settings: Settings) -> Limits:
+    return Limits(
+        max_pixels=settings.max_pixels,
+        max_side=settings.max_side,
+        max_frames=settings.max_frames,
+        max_progressive_pixels=settings.max_progressive_pixels,
+    )
+
+
+def _formats(settings: Settings) -> tuple[Format, ...]:
+    return cast(tuple[Format, ...], settings.allowed_types)
+
+
 def _images_settings(settings: Settings, script: _Script | None) -> ImagesSettings:
     return ImagesSettings(
         rules=_rules(settings),
-        limits=Limits(
-            max_pixels=settings.max_pixels,
-            max_side=settings.max_side,
-            max_frames=settings.max_frames,
-            max_progressive_pixels=settings.max_progressive_pixels,
-        ),
-        formats=cast(tuple[Format, ...], settings.allowed_types),
+        limits=_limits(settings),
+        formats=_formats(settings),
         max_bytes=settings.max_size,
         save_new=int(settings.save_new),
         recode=settings.recode,

@@ -1,4 +1,4 @@
-"""The `uvimg` command: serve · kv · echo · scrub · gc · config.
+"""The `uvimg` command: serve · put · kv · echo · copy · import-zimg · scrub · gc · config.
 
 Whatever goes wrong is one readable line on stderr and exit status 2 (asked wrongly), 1 (found damage or
 could not do it), never a traceback.
@@ -6,6 +6,7 @@ could not do it), never a traceback.
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, get_origin
 
 from uvimg import __version__, config
 from uvimg.config import ConfigError, Settings
-from uvimg.core.errors import NotFound, UvimgError
+from uvimg.core.backend import hide_secrets, split_url
+from uvimg.core.errors import NotFound, NotImplementedHere, UvimgError
 from uvimg.core.keyvalue import check_database, name_record, show_key
 from uvimg.core.types import Tables
 from uvimg.put import CannotPut, find_items, put_by_url, put_into_store, split_destination
@@ -37,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own = {
         *("sources", "destination", "certificate", "dry_run", "defaults", "markdown", "supervisor_pid"),
         *("action", "database", "databases", "key", "file", "style"),
+        *("origin", "target", "ids", "renditions"),
     }
     options = {name: arguments.pop(name) for name in own & arguments.keys()}
     try:
@@ -52,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return asyncio.run(_put(settings, **options))
             case "echo":
                 return _echo(settings, **options)
+            case "copy":
+                return asyncio.run(_copy(settings, **options))
+            case "import-zimg":
+                return _import_zimg(settings, **options)
             case "scrub":
                 return asyncio.run(_scrub(settings))
             case "gc":
@@ -62,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(exc), 2)
     except CannotPut as exc:
         return _complain(str(exc), 1)
+    except NotImplementedHere as exc:
+        return _complain(exc.detail, 2)
     except UvimgError as exc:
         return _complain(exc.detail, 1)
     except ValueError as exc:
@@ -171,25 +180,78 @@ def _make_runner(settings: Settings) -> asyncio.Runner:
     return asyncio.Runner(loop_factory=uvloop.new_event_loop if settings.loop == "uvloop" else asyncio.new_event_loop)
 
 
+async def _copy(settings: Settings, origin: str, target: str, *, renditions: bool) -> int:
+    from uvimg.apps.copying import Counts, copy
+
+    (scheme, place), (other, where) = split_url(origin), split_url(target)
+    if scheme == other and (
+        os.path.realpath(place) == os.path.realpath(where) if scheme == "local" else place == where
+    ):
+        return _complain("a store cannot be copied into itself", 2)
+    if "memory" in (scheme, other):
+        return _complain("memory: is empty at every start and forgets at the end", 2)
+    counts = Counts()
+    async with contextlib.AsyncExitStack() as stack:
+        source = open_store(origin, create=False, timeout_s=settings.store_timeout_s)
+        stack.push_async_callback(source.close)
+        into = open_store(target, durability=settings.durability, timeout_s=settings.store_timeout_s)
+        stack.push_async_callback(into.close)
+        measures = source.measure()
+        try:
+            await _walk(
+                copy(source, into, counts, renditions=renditions), "names", measures.names if measures else None
+            )
+        finally:
+            told = f"{counts.copied} names copied ({counts.bytes:,} bytes of blobs), {counts.there} were there"
+            print(f"{told}, {counts.failed} failed" if counts.failed else told)
+    return 1 if counts.failed else 0
+
+
+def _import_zimg(settings: Settings, origin: str) -> int:
+    from uvimg import logs
+    from uvimg.assembly import CannotStart, open_originals
+    from uvimg.imaging.pool import WorkerDied
+    from uvimg.zimg import CannotImport, Counts, Folder, import_images
+
+    logs.set_up(settings.log, "error")
+    counts = Counts()
+
+    async def work() -> None:
+        zimg = Folder(origin)
+        async with open_originals(settings) as (store, originals, workers):
+            try:
+                await _walk(import_images(zimg, originals, store, counts, 2 * workers), "originals")
+            finally:
+                told = f"{counts.imported} originals imported, {counts.there} were there"
+                print(f"{told}, {counts.failed} failed" if counts.failed else told)
+
+    try:
+        with _make_runner(settings) as runner:
+            runner.run(work())
+    except (CannotImport, CannotStart, WorkerDied) as exc:
+        return _complain(str(exc), 1)
+    return 1 if counts.failed else 0
+
+
 async def _scrub(settings: Settings) -> int:
-    store = open_store(settings.store, create=False)
+    store = open_store(settings.store, create=False, timeout_s=settings.store_timeout_s)
     try:
         damaged = await _walk(store.scrub(), "blobs verified", await store.size())
     finally:
         await store.close()
     if damaged:
-        return _complain(f"{damaged} damaged in {settings.store}", 1)
-    print(f"no damage found in {settings.store}")
+        return _complain(f"{damaged} damaged in {hide_secrets(settings.store)}", 1)
+    print(f"no damage found in {hide_secrets(settings.store)}")
     return 0
 
 
 async def _collect(settings: Settings, *, dry_run: bool) -> int:
-    store = open_store(settings.store, create=False)
+    store = open_store(settings.store, create=False, timeout_s=settings.store_timeout_s)
     try:
         removed = await _walk(store.collect(dry_run=dry_run), "removed")
     finally:
         await store.close()
-    print(f"{removed} {'would be removed' if dry_run else 'removed'} from {settings.store}")
+    print(f"{removed} {'would be removed' if dry_run else 'removed'} from {hide_secrets(settings.store)}")
     return 0
 
 
@@ -351,6 +413,34 @@ def _make_parser() -> argparse.ArgumentParser:
         help="how the server is written. Default: buffered",
     )
     _add_settings(echo, only=("host", "port", "listen", "loop", "backlog"))
+    copy = commands.add_parser(
+        "copy",
+        usage="uvimg copy [--no-renditions] FROM TO",
+        help="copy a store into another",
+        description="Copy all that is in one store into another, whatever either stands on: images, values and "
+        "documents, with their renditions. Every blob is held against its address on its way; what is damaged is "
+        "told, and the exit status is 1 then. Stopped, it can be begun again: what is there already is left. A "
+        "service may be running on either.",
+        epilog="uvimg copy local:./data redis://127.0.0.1",
+    )
+    copy.add_argument("origin", metavar="FROM", help="a store, written as for --store")
+    copy.add_argument("target", metavar="TO", help="another one")
+    copy.add_argument(
+        "--renditions",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="copy what can be made again too. Default: yes",
+    )
+    import_ = commands.add_parser(
+        "import-zimg",
+        usage="uvimg import-zimg [--store STORE] FOLDER",
+        help="take over the images of a zimg",
+        description="Store the originals of a zimg (img_path in its settings) under the ids that its clients know. "
+        "Each is hashed and decoded like an upload; what is damaged, or no image, is told, and the exit status is 1 "
+        "then. Stopped, it can be begun again. The service may be running.",
+        epilog="uvimg import-zimg /opt/zimg/img",
+    )
+    import_.add_argument("origin", metavar="FOLDER", help="its img_path")
     scrub = commands.add_parser(
         "scrub",
         help="verify every stored blob",
@@ -374,9 +464,18 @@ def _make_parser() -> argparse.ArgumentParser:
     show.add_argument("--markdown", action="store_true", help="show the defaults as a table")
     _add_settings(show)
     for command in (put, scrub, collect):
-        _add_settings(command, only=("store",))
+        _add_settings(command, only=("store", "store_timeout_s"))
+    _add_settings(copy, only=("durability", "store_timeout_s"))
+    _add_settings(import_, only=(*_OF_ORIGINALS, "store", "store_timeout_s", "durability"))
     _add_kv(commands)
     return parser
+
+
+# What says which images are taken in, and how they are looked at.
+_OF_ORIGINALS = (
+    *("allowed_types", "max_pixels", "max_side", "max_frames", "max_progressive_pixels"),
+    *("workers", "worker_timeout_s", "worker_memory", "sandbox"),
+)
 
 
 def _add_kv(commands: Any) -> None:

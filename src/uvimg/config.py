@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from uvimg.core.access import parse_network, parse_rules
+from uvimg.core.backend import hide_secrets, split_cache, split_url
 from uvimg.core.formats import FORMATS
 from uvimg.core.place import check_places
 from uvimg.core.types import NO_TABLES, BadTable, Tables, parse_tables, show_tables, show_wrong
@@ -50,6 +51,8 @@ class Declaration:
     separator: str
     # Whether its flag is given once for each item.
     repeated: bool
+    # What of a value may be told in logs and errors; None for all of it.
+    hide: Callable[[str], str] | None
 
     @property
     def allowed(self) -> str:
@@ -105,6 +108,7 @@ def _setting(
     positional: bool = False,
     separator: str = ",",
     repeated: bool = False,
+    hide: Callable[[str], str] | None = None,
 ) -> Any:
     metadata = {
         "group": group,
@@ -117,6 +121,7 @@ def _setting(
         "positional": positional,
         "separator": separator,
         "repeated": repeated,
+        "hide": hide,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -158,8 +163,15 @@ def parse_header(text: str) -> tuple[str, str]:
 
 
 def _check_store(url: str) -> None:
-    if not re.fullmatch(r"local:.+|memory:", url):
-        raise ValueError("a store is written local:DIR or memory:")
+    split_url(url)
+
+
+def _check_cache(url: str) -> None:
+    split_cache(url)
+
+
+def _hide_all(value: str) -> str:
+    return "***" if value else ""
 
 
 def _check_each(check: Callable[[str], object]) -> Callable[[Sequence[str]], None]:
@@ -253,7 +265,39 @@ class Settings:
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", _SERVER, "The least that is logged.")
     access_log: bool = _setting(True, _SERVER, "Log one line for each request.")
     store: str = _setting(
-        "local:./data", _STORE, "Where images live: local:DIR, or memory: which forgets.", check=_check_store
+        "local:./data",
+        _STORE,
+        "Where images live: local:DIR, memory: which forgets, or servers (see 'Beyond one machine').",
+        check=_check_store,
+        hide=hide_secrets,
+    )
+    store_timeout_s: float = _setting(
+        2.0, _STORE, "How long a server behind the store is waited for, where the store is one.", low=0.05, unit="s"
+    )
+    cache: str = _setting(
+        "none",
+        _STORE,
+        "Where renditions and compressed copies up to a megabyte are kept instead, for all nodes, and may be lost: "
+        "redis://HOST, rediss://HOST or memcached://HOST[:PORT],…; none for in the store.",
+        check=_check_cache,
+        hide=hide_secrets,
+    )
+    cache_ttl_s: int = _setting(
+        7 * 24 * 3600,
+        _STORE,
+        "How long the shared cache may keep one; memcached takes a month at most.",
+        low=1,
+        unit="s",
+    )
+    cache_timeout_s: float = _setting(
+        0.25, _STORE, "How long the shared cache is waited for, before the work is done again.", low=0.01, unit="s"
+    )
+    cache_secret: str = _setting(
+        "",
+        _STORE,
+        "A text that all nodes have and nobody else: what others have put into the shared cache does not count then. "
+        "Better in the environment or the file than in a flag.",
+        hide=_hide_all,
     )
     durability: Literal["commit", "os"] = _setting(
         "commit",
@@ -525,6 +569,8 @@ def load(
 
 
 def _check_together(settings: Settings) -> None:
+    if settings.recode and settings.store.startswith("memcached:"):
+        raise ConfigError("recode goes through all renditions, which a memcached store cannot list")
     if bool(settings.tls_certificate) != bool(settings.tls_key):
         raise ConfigError("tls_certificate and tls_key go together: give both or none")
     both = [place for place in settings.listen if place in settings.operations_listen and not place.endswith(":0")]
@@ -565,7 +611,7 @@ def _put(values: dict[str, Any], by_name: Mapping[str, Declaration], key: str, v
         raise ConfigError(f"{exc} ({origin})") from None
     except ValueError as exc:
         allowed = str(exc) or f"it must be {declaration.allowed}"
-        raise ConfigError(f"{key} = {show_wrong(value)} ({origin}): {allowed}") from None
+        raise ConfigError(f"{key} = {show_wrong(_hide(declaration, value))} ({origin}): {allowed}") from None
 
 
 def _convert(declaration: Declaration, value: Any) -> Any:
@@ -650,12 +696,17 @@ def _quote(text: str) -> str:
 
 
 def changed(settings: Settings) -> dict[str, str]:
-    """The settings that differ from their defaults, as TOML shows them."""
+    """The settings that differ from their defaults, as TOML shows them, without secrets."""
     return {
-        declaration.name: declaration.show(getattr(settings, declaration.name))
+        declaration.name: declaration.show(_hide(declaration, getattr(settings, declaration.name)))
         for declaration in declarations()
         if getattr(settings, declaration.name) != declaration.default
     }
+
+
+def _hide(declaration: Declaration, value: Any) -> Any:
+    """A value as it may be told to whoever reads a log."""
+    return declaration.hide(value) if declaration.hide is not None and isinstance(value, str) else value
 
 
 def to_environment(settings: Settings) -> dict[str, str]:

@@ -15,6 +15,7 @@ from uvimg import config, logs
 from uvimg.app import describe_workers, make_web_settings, start_service
 from uvimg.assembly import CannotStart
 from uvimg.config import ConfigError, Settings
+from uvimg.core.backend import hide_secrets
 from uvimg.core.errors import UvimgError
 from uvimg.imaging.pool import WorkerDied
 from uvimg.metrics import Reading
@@ -67,7 +68,7 @@ class _Runner(web.AppRunner):
         front_end = self._front_end = AiohttpFrontEnd(service, web_settings)
         service.metrics.watch(lambda: [Reading("uvimg_connections_open", ("aiohttp",), front_end.open_connections)])
         await self._front_end.start([])
-        log.info("ready (store %s%s)", self._settings.store, describe_workers(self._settings, ready))
+        log.info("ready (store %s%s)", hide_secrets(self._settings.store), describe_workers(self._settings, ready))
 
     async def cleanup(self) -> None:
         if self._front_end is not None:

@@ -101,6 +101,12 @@ _FAMILIES = {
     "uvimg_store_blobs": _Family("gauge", "Blobs in the store: originals, renditions and all else."),
     "uvimg_store_names": _Family("gauge", "Names in the store; an original has two, a rendition one."),
     "uvimg_store_database_bytes": _Family("gauge", "Pages in use in the store's database: names and small blobs."),
+    "uvimg_backend_away": _Family("gauge", "Processes that do not ask a server, for it did not answer.", ("backend",)),
+    "uvimg_backend_failures": _Family("counter", "Calls that a server did not answer.", ("backend",)),
+    "uvimg_backend_calls_refused": _Family("counter", "Calls not made because it had not answered.", ("backend",)),
+    "uvimg_shared_cache_calls": _Family(
+        "counter", "Renditions and coded copies asked of the shared cache or given to it, by outcome.", ("outcome",)
+    ),
     "uvimg_store_free_bytes": _Family("gauge", "Room left in the store's file system."),
 }
 

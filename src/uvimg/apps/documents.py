@@ -42,6 +42,7 @@ from uvimg.core.errors import (
     BadRequest,
     Forbidden,
     NotFound,
+    NotImplementedHere,
     PreconditionFailed,
     TooLarge,
     UnsupportedType,
@@ -209,7 +210,12 @@ class Documents:
         directory = query.path if isinstance(query, Enter) else query.path + "/"
         if isinstance(query, Enter):
             return await self._list(request, List(directory, MOST_LISTED, ""))
-        if not await self._store.scan(document_name(directory), limit=1):
+        try:
+            below = await self._store.scan(document_name(directory), limit=1)
+        except NotImplementedHere:
+            # There are no directories in a store that cannot list.
+            below = []
+        if not below:
             raise NotFound("There is no such document.")
         return _redirect(request, self._settings.mount[1:] + "/" * bool(self._settings.mount) + directory)
 

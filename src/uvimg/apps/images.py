@@ -1,21 +1,18 @@
 """The images app: an original once, any rendition of it, in zimg's dialect and in today's.
 
-An original has two names, its SHA-256 and its MD5 (zimg's id), with equal records; a rendition's name
-is the original's SHA-256 and its plan's key. Renditions are kept, and may be lost: they are made again.
-Rule: nothing is bound before a worker has decoded it to its end.
+A rendition's name is the SHA-256 of its original and the key of its plan. Renditions are kept, and may be lost: they
+are made again.
 """
 
 import asyncio
 import contextlib
-import hashlib
 import html
 import logging
 import sys
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -23,7 +20,8 @@ from cachetools import LRUCache
 
 from uvimg.apps.codings import Codings
 from uvimg.apps.intermediates import Intermediates
-from uvimg.apps.renditions import close, hash_bytes, is_whole, keep_rendition
+from uvimg.apps.originals import Facts, Originals, Staged, Stored, read_facts, read_source
+from uvimg.apps.renditions import close, find_bytes, hash_bytes, is_whole, keep_rendition, without_bytes
 from uvimg.cache import Cache
 from uvimg.core.access import AccessRules, Network, find_client, is_cross_site, is_rebound
 from uvimg.core.address import Digest, image_name, rendition_name, renditions_prefix
@@ -36,6 +34,7 @@ from uvimg.core.errors import (
     MethodNotAllowed,
     NoLength,
     NotFound,
+    NotImplementedHere,
     RangeNotSatisfiable,
     TooLarge,
     Undecodable,
@@ -43,16 +42,16 @@ from uvimg.core.errors import (
     UvimgError,
 )
 from uvimg.core.form import FormReader, PartBegins, PartData, PartEnds
-from uvimg.core.formats import HEAD_BYTES, Format, media_type, recognise
+from uvimg.core.formats import Format, media_type
 from uvimg.core.message import Content, FilePart, Request, Response
 from uvimg.core.negotiate import Failed, NotModified, Part, Unsatisfiable, Whole, choose_answer, http_date
 from uvimg.core.params import Params
 from uvimg.core.plan import Plan, Rules, Source, make_plan
 from uvimg.core.route import Describe, Options, Page, Query, Remove, Show, Upload, face_of, read_fields, route
 from uvimg.core.types import Types
-from uvimg.imaging import Inspect, Inspected, Limits, Planned, Rendered, RenderType, rendering
+from uvimg.imaging import Limits, Planned, Rendered, RenderType, rendering
 from uvimg.imaging.pool import Pool
-from uvimg.store import Incoming, Near, Record, Store
+from uvimg.store import Near, Record, Store, find_look
 
 log = logging.getLogger("uvimg.images")
 
@@ -91,13 +90,6 @@ class ImagesSettings:
     admin_page: bytes
 
 
-class Facts(msgspec.Struct, frozen=True, array_like=True):
-    """The facts in an original's record."""
-
-    md5: str
-    source: Source
-
-
 @dataclass(frozen=True, slots=True)
 class Rendition:
     """A rendition's record, and its bytes where they are at hand. Not every one `lasts` longer than its answer."""
@@ -108,29 +100,21 @@ class Rendition:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """One uploaded image, in the store."""
+class _Ahead:
+    """What came along with the record of an original: that of a rendition, and perhaps the bytes of the last one."""
 
-    record: Record
-    facts: Facts
-    conflict: DigestConflict | None = None
+    name: bytes = b""
+    record: Record | None = None
+    body: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    """An image that is all there and sound, and has no name yet."""
-
-    incoming: Incoming
-    record: Record
-    md5: str
+_NOTHING_AHEAD = _Ahead()
 
 
 class _CodedAnew(Exception):
     """A rendition has another blob by now, or none."""
 
 
-_encode_facts = msgspec.msgpack.Encoder().encode
-_decode_facts = msgspec.msgpack.Decoder(Facts).decode
 _encode_json = msgspec.json.Encoder().encode
 
 # What a request means is a pure function of method, path and query, and most requests repeat one. Long ones
@@ -138,15 +122,12 @@ _encode_json = msgspec.json.Encoder().encode
 _LONGEST_KNOWN = 256
 # What a script said of a type, for images of equal facts.
 _MOST_ASKED = 4096
+# Originals of which it is guessed what will be asked for next.
+_MOST_KNOWN = 8192
 _NO_TYPE = "There is no such type of this image."
 
 # Renditions on their way into a slow store, held in memory meanwhile; more are not kept.
 _MAX_KEEPING_BYTES = 256 << 20
-
-
-def read_source(original: Record) -> Source:
-    """The facts about an original that its record holds."""
-    return _decode_facts(original.facts).source
 
 
 class Images:
@@ -164,13 +145,14 @@ class Images:
         codings: Codings,
     ) -> None:
         self._settings, self._codings = settings, codings
+        self._originals = Originals(store, pool, settings.limits, settings.formats)
         self._store, self._pool, self._cache, self._intermediates = store, pool, cache, intermediates
         self._keeping: set[asyncio.Task[None]] = set()
         self._keeping_bytes = 0
 
         @lru_cache(8192)
         def plan(params: Params, digest: Digest, facts: bytes, size: int) -> tuple[Plan, str]:
-            made = make_plan(params, _decode_facts(facts).source, size, settings.rules)
+            made = make_plan(params, read_facts(facts).source, size, settings.rules)
             return made, made.key
 
         @lru_cache(4096)
@@ -178,6 +160,9 @@ class Images:
             return route(method, path, query, settings.types)
 
         self._plan, self._known_route = plan, known_route
+        self._look = find_look(store)
+        # Records of originals as they were when last seen.
+        self._known: LRUCache[str, Record] = LRUCache(_MOST_KNOWN)
         # Plans of types, and whether renditions of them last; None where there is no such type.
         self._asked: LRUCache[tuple[str, Source], tuple[Plan, bool] | None] = LRUCache(_MOST_ASKED)
 
@@ -293,7 +278,7 @@ class Images:
         return None
 
     async def _show(self, request: Request, query: Show) -> Response:
-        original = await self._store.record(image_name(query.image_id))
+        original, ahead = await self._look_ahead(request, query)
         if original is None:
             raise NotFound()
         params = self._effective(query)
@@ -302,7 +287,7 @@ class Images:
             shown = await self._codings.show(request, original, self._svg_headers())
             if shown is not None:
                 return shown
-        record, body, origin, key = original, None, "original", ""
+        record, body, origin, key = original, ahead.body, "original", ""
         if not params.original:
             plan, key = self._choose(query, params, original)
             # Unless it is our own maker that goes, it is that of another request.
@@ -310,7 +295,7 @@ class Images:
 
             async def make() -> Rendition:
                 nonlocal origin
-                rendition, origin = await self._find_or_make(query, original, plan, key)
+                rendition, origin = await self._find_or_make(query, original, plan, key, ahead)
                 return rendition
 
             rendition = await self._cache.get((original.digest, key), make)
@@ -324,6 +309,35 @@ class Images:
             # Since it was found, and once only.
             return await self._show(request, query)
         return self._answer_image(answer, record, content, origin)
+
+    async def _look_ahead(self, request: Request, query: Show) -> tuple[Record | None, _Ahead]:
+        """The record of an original, and what will be wanted next where one way to the store brings both.
+
+        Which rendition that is follows from the original's record, and which that is from what it was before: it is a
+        guess, so whoever takes what is ahead looks at its name.
+        """
+        name = image_name(query.image_id)
+        if self._look is None:
+            return await self._store.record(name), _NOTHING_AHEAD
+        params, ahead = self._effective(query), _NOTHING_AHEAD
+        if params.original and "if-none-match" not in request.headers:
+            (original,), body = await self._look([name])
+            if original is not None and body is not None and is_whole(original, body):
+                ahead = _Ahead(body=body)
+            return original, ahead
+        known = None if params.original else self._known.get(query.image_id)
+        _, key = (None, "") if known is None else self._choose(query, params, known)
+        if known is not None and self._cache.peek((known.digest, key)) is None:
+            wanted = rendition_name(known.digest, key)
+            (original, record), body = await self._look([name, wanted])
+            ahead = _Ahead(wanted, record, body)
+        else:
+            original = await self._store.record(name)
+        if original is None:
+            self._known.pop(query.image_id, None)
+        elif original is not known:
+            self._known[query.image_id] = original
+        return original, ahead
 
     def _effective(self, query: Show) -> Params:
         return Params() if self._settings.disable_args and not query.typed else query.params
@@ -361,7 +375,8 @@ class Images:
 
     async def _is_another(self, original: Record, rendition: Record, key: str) -> bool:
         """Whether the rendition of this key is another one by now, or gone with its image."""
-        known = await self._store.record(rendition_name(original.digest, key))
+        found = await self._store.record(rendition_name(original.digest, key))
+        known = None if found is None else without_bytes(found)
         # One that is the original itself need not be kept.
         return known != rendition and (known is not None or rendition.digest != original.digest)
 
@@ -404,14 +419,18 @@ class Images:
 
     # Making
 
-    async def _find_or_make(self, query: Show, original: Record, plan: Plan | None, key: str) -> tuple[Rendition, str]:
+    async def _find_or_make(
+        self, query: Show, original: Record, plan: Plan | None, key: str, ahead: _Ahead
+    ) -> tuple[Rendition, str]:
         """A rendition, and whether it came from the store or was made."""
         name = rendition_name(original.digest, key)
-        record = await self._store.record(name)
-        content = None if record is None else await self._store.get(record.digest)
+        record = ahead.record if ahead.name == name else await self._store.record(name)
+        content: Content | None = ahead.body if ahead.name == name else None
+        if content is None and record is not None:
+            content = await find_bytes(self._store, record)
         close(content)
         if record is not None and content is not None and is_whole(record, content):
-            return Rendition(record, content if isinstance(content, bytes) else None), "store"
+            return Rendition(without_bytes(record), content if isinstance(content, bytes) else None), "store"
         rendered, body, lasts = await self._render(query, original, plan)
         if rendered.as_original:
             record = msgspec.structs.replace(original, facts=b"")
@@ -507,8 +526,8 @@ class Images:
         body = _bounded(request.body, self._settings.max_bytes)
         if content_type.partition(";")[0].strip().lower() == "multipart/form-data":
             return await self._upload_form(request, _Files(FormReader(content_type), body))
-        async with self._stage(body) as staged:
-            stored = await self._bind(staged)
+        async with self._originals.stage(body) as staged:
+            stored = await self._originals.bind(staged)
         if face == "images":
             return _answer_created(request, stored)
         if stored.conflict:
@@ -520,18 +539,20 @@ class Images:
         only_one = face_of(request.path) == "images"
         outcomes: list[tuple[str, Stored | UvimgError]] = []
         async with contextlib.AsyncExitStack() as stack:
-            received: list[tuple[str, _Staged | UvimgError]] = []
+            received: list[tuple[str, Staged | UvimgError]] = []
             async for filename in files:
                 if only_one and received:
                     raise BadRequest("Send one file at a time here; POST /upload takes many.")
                 try:
-                    received.append((filename, await stack.enter_async_context(self._stage(files.data()))))
+                    received.append((filename, await stack.enter_async_context(self._originals.stage(files.data()))))
                 except UvimgError as exc:
                     if files.broken or only_one or exc.status >= 500:
                         raise
                     received.append((filename, exc))
             for filename, staged in received:
-                outcomes.append((filename, await self._bind(staged) if isinstance(staged, _Staged) else staged))
+                outcomes.append(
+                    (filename, await self._originals.bind(staged) if isinstance(staged, Staged) else staged)
+                )
         if only_one:
             if not outcomes:
                 raise BadRequest("The form holds no file.")
@@ -542,59 +563,6 @@ class Images:
             return _tell_form_as_json(outcomes)
         return _html(_tell_form(request, outcomes, self._settings.port))
 
-    @contextlib.asynccontextmanager
-    async def _stage(self, chunks: AsyncIterable[bytes]) -> "AsyncIterator[_Staged]":
-        """One image received, recognised and decoded to its end; it goes away again unless it is bound."""
-        md5 = hashlib.md5(usedforsecurity=False)
-        async with self._store.incoming(md5.update) as incoming:
-            format = await self._receive(chunks, incoming.write)
-            digest = await incoming.finish()
-            record = await self._store.record(image_name(digest.hex()))
-            if record is None:
-                content = incoming.content()
-                try:
-                    inspected, _ = await self._pool.run(Inspect(format, self._settings.limits), content, "uploads")
-                finally:
-                    close(content)
-                assert isinstance(inspected, Inspected)
-                facts = _encode_facts(Facts(md5.hexdigest(), inspected.source))
-                record = Record(digest, incoming.size, media_type(inspected.source.format), int(time.time()), facts)
-            yield _Staged(incoming, record, md5.hexdigest())
-
-    async def _bind(self, staged: "_Staged") -> Stored:
-        """Give an image its two names, both or none."""
-        digest = staged.record.digest
-        names = [image_name(digest.hex()), image_name(staged.md5)]
-        bound, alias = await self._store.bind(names, staged.record, staged.incoming, replace=False)
-        assert bound is not None
-        assert alias is not None
-        conflict = DigestConflict(digest.hex()) if alias.digest != digest else None
-        return Stored(bound, _decode_facts(bound.facts), conflict)
-
-    async def _receive(self, chunks: AsyncIterable[bytes], write: Callable[[bytes], Any]) -> Format:
-        """Pass the bytes on. What is no image is refused as soon as its first bytes say so."""
-        head = b""
-        format: Format | None = None
-        async for chunk in chunks:
-            if format is None:
-                head += chunk
-                if len(head) < HEAD_BYTES:
-                    continue
-                chunk, format = head, self._recognise(head)
-            await write(chunk)
-        if format is None:
-            if not head:
-                raise BadRequest("The body is empty.")
-            format = self._recognise(head)
-            await write(head)
-        return format
-
-    def _recognise(self, head: bytes) -> Format:
-        format = recognise(head[:HEAD_BYTES])
-        if format is None or format not in self._settings.formats:
-            raise UnsupportedType(f"This is not an image of a type taken here ({', '.join(self._settings.formats)}).")
-        return format
-
     # Facts, removal, pages
 
     async def _describe(self, request: Request, query: Describe) -> Response:
@@ -604,7 +572,7 @@ class Images:
         record = await self._store.record(image_name(query.image_id))
         if record is None:
             raise NotFound()
-        facts = _decode_facts(record.facts)
+        facts = read_facts(record.facts)
         return _json(_describe(record, facts) if modern else {"ret": True, "info": _describe_as_zimg(record, facts)})
 
     async def _remove(self, request: Request, query: Remove) -> Response:
@@ -615,7 +583,7 @@ class Images:
         if record is None:
             raise NotFound()
         # After a conflict the MD5 is another image's name, and stays.
-        names = [image_name(record.digest.hex()), image_name(_decode_facts(record.facts).md5)]
+        names = [image_name(record.digest.hex()), image_name(read_facts(record.facts).md5)]
         await self._store.unbind(names, record.digest)
         await self._forget_renditions(record.digest)
         await self._codings.forget(record.digest)
@@ -625,8 +593,10 @@ class Images:
 
     async def _forget_renditions(self, digest: Digest) -> None:
         prefix = renditions_prefix(digest)
-        while page := await self._store.scan(prefix, limit=100):
-            await self._store.unbind([name for name, _ in page])
+        # Where nothing can be listed they are left: whoever asks for one is asked for its image first.
+        with contextlib.suppress(NotImplementedHere):
+            while page := await self._store.scan(prefix, limit=100):
+                await self._store.unbind([name for name, _ in page])
         self._cache.forget(lambda key: key[0] == digest)
 
     def _answer_page(self, request: Request, query: Page | Options) -> Response:

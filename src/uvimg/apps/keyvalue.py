@@ -198,7 +198,7 @@ class KeyValue:
     def _admit(self, request: Request, query: Query) -> None:
         """Forbidden for who may not; a procedure counts as a write, whichever it is."""
         settings = self._settings
-        writes = isinstance(query, Write | Remove | Squish | Call)
+        writes = isinstance(query, (Write, Remove, Squish, Call))
         if writes and is_cross_site(request.headers):
             raise Forbidden("A page of another site may have asked for this.")
         rules = settings.write_rule if writes else settings.read_rule

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from uvimg.apps.images import read_source
+from uvimg.apps.originals import read_source
 from uvimg.apps.renditions import close, hash_bytes, is_whole, keep_rendition
 from uvimg.core.address import original_of
 from uvimg.core.errors import Overloaded, UvimgError

@@ -8,6 +8,8 @@ import asyncio
 import hashlib
 import os
 
+import msgspec
+
 from uvimg.core.address import Digest, original_of
 from uvimg.core.message import Content, FilePart
 from uvimg.store import Record, Store
@@ -29,6 +31,16 @@ async def keep_rendition(store: Store, name: bytes, record: Record, body: bytes 
         await store.unbind([name])
         return False
     return bound[0] is not None
+
+
+async def find_bytes(store: Store, record: Record) -> Content | None:
+    """The bytes of a rendition or a coded copy. They come with its record where a cache that nodes share had it."""
+    return record.inline if record.inline is not None else await store.get(record.digest)
+
+
+def without_bytes(record: Record) -> Record:
+    """The record alone, as it would be in the store."""
+    return record if record.inline is None else msgspec.structs.replace(record, inline=None)
 
 
 async def hash_bytes(data: bytes) -> Digest:

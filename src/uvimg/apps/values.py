@@ -19,7 +19,7 @@ import msgspec
 from uvimg.core.address import VALUES, Digest, value_name, values_prefix
 from uvimg.core.errors import TooLarge, UvimgError
 from uvimg.core.message import Content, FilePart
-from uvimg.store import Incoming, Record, Store
+from uvimg.store import Incoming, Record, Store, find_look
 
 log = logging.getLogger("uvimg.kv")
 
@@ -58,6 +58,7 @@ class Values:
 
     def __init__(self, store: Store, max_bytes: int, clock: Callable[[], float]) -> None:
         self.store, self.max_bytes, self.clock = store, max_bytes, clock
+        self._look = find_look(store)
         # Of values that take more than one step to change: one after the other, else all but one would be in vain.
         self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
@@ -75,10 +76,17 @@ class Values:
 
     async def read(self, name: bytes) -> tuple[Record, Content] | None:
         """A value and its record; a file among it is the caller's to close."""
-        record = await self.record(name)
+        data = None
+        if self._look is None:
+            record = await self.record(name)
+        else:
+            (found,), data = await self._look([name])
+            record = self._live(found)
         tries = 0
         while record is not None:
-            content = await self.content(record)
+            if data is not None and record.inline is None and len(data) == record.size:
+                return record, data
+            data, content = None, await self.content(record)
             if content is not None:
                 return record, content
             # It has been replaced since, perhaps by an equal one; else its bytes are lost.

@@ -11,6 +11,8 @@ Digest = bytes
 
 # What the names of values begin with.
 VALUES = b"kv/"
+# And those of renditions.
+RENDITIONS = b"renditions/"
 
 _ID = re.compile(r"(?:[0-9a-f]{32}|[0-9a-f]{64})")
 _BLOB_PATH = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})")
@@ -32,7 +34,7 @@ def rendition_name(digest: Digest, key: str) -> bytes:
 
 def renditions_prefix(digest: Digest) -> bytes:
     """What the names of all renditions of one original begin with."""
-    return b"renditions/" + digest.hex().encode() + b"/"
+    return RENDITIONS + digest.hex().encode() + b"/"
 
 
 def original_of(rendition: bytes) -> bytes:

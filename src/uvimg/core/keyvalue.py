@@ -134,9 +134,9 @@ def route(method: str, target: str, depth: int, dialect: Dialect) -> Query:
 
     Raises NotFound, MethodNotAllowed, NotImplementedHere, BadRequest.
     """
-    simple = _SIMPLE.fullmatch(target) if depth == 0 and method == "GET" else None
-    if simple is not None:
-        return Read(b"kv/%b/%b" % ((simple[1] or "default").encode(), simple[2].encode()))
+    if depth == 0 and (method == "GET" or method == "PUT") and (simple := _SIMPLE.fullmatch(target)) is not None:
+        name = b"kv/%b/%b" % ((simple[1] or "default").encode(), simple[2].encode())
+        return Read(name) if method == "GET" else Write(name)
     if method not in METHODS:
         raise NotImplementedHere("This method is not known here.")
     if target == "*":
@@ -290,9 +290,11 @@ def read_expiry(headers: Mapping[str, str], now_s: int) -> int | None:
 
 
 def read_mode(headers: Mapping[str, str]) -> Mode:
-    text = headers.get("x-kt-mode", "set").lower()
+    text = headers.get("x-kt-mode")
+    if text is None:
+        return "set"
     for mode in get_args(Mode):
-        if text == mode:
+        if text.lower() == mode:
             return mode  # type: ignore[no-any-return]
     raise BadRequest("X-Kt-Mode must be set, add or replace.")
 

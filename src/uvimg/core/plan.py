@@ -427,16 +427,18 @@ def choose_engine(plan: Plan, source: Source) -> Engine:
     assert isinstance(encode, Encode)
     if source.format != "jpeg" or source.managed or source.has_alpha or encode.max_bytes:
         return "libvips"
-    gray = source.gray or any(isinstance(step, Gray) for step in rest)
+    # A script may crop what it has turned, or again; the engine "jpeg" scales no more than one crop.
+    gray = source.gray
+    for index, step in enumerate(rest):
+        if isinstance(step, Gray):
+            gray = True
+        elif not (step.degrees % 90 == 0 if isinstance(step, Rotate) else index == 0 and isinstance(step, Crop)):
+            return "libvips"
     # Only libvips' libjpeg knows what more effort is.
     if not ((encode.format == "jpeg" and not encode.effort) or (encode.format == "webp" and not gray)):
         return "libvips"
     full = source.upright_size
     if load.width > full[0] or load.height > full[1] or min(load.width, load.height) < _JPEG_LEAST_SIDE:
-        return "libvips"
-    # A script may crop what it has turned, or again; the engine "jpeg" scales no more than one crop.
-    after = rest[1:] if rest and isinstance(rest[0], Crop) else rest
-    if not all(isinstance(step, Gray) or (isinstance(step, Rotate) and step.degrees % 90 == 0) for step in after):
         return "libvips"
     divisor = choose_divisor(full, (load.width, load.height), fast=load.fast)
     decoded_bytes = -(-full[0] // divisor) * -(-full[1] // divisor) * (1 if gray else 4)

@@ -18,6 +18,8 @@ from uvimg.core.plan import Encode, Load, Plan, Source
 _QUALITY = 90
 # What is coded better than this would show the level's own coding, and is made from the original.
 _BEST_QUALITY = 85
+# What their keys among the renditions begin with.
+LEVELS = "pyramid-"
 # Enough for twice the smallest thumbnails that people ask for; below this every job costs the same.
 _LEAST_SIDE = 240
 # Halving drops an odd line at the edge, which must be less than what anybody sees.
@@ -42,7 +44,7 @@ class Level(msgspec.Struct, frozen=True):
     @property
     def key(self) -> str:
         """Its name among the renditions of its original."""
-        return f"pyramid-{self.number}"
+        return f"{LEVELS}{self.number}"
 
 
 def list_levels(source: Source, rules: PyramidRules) -> tuple[Level, ...]:

@@ -141,13 +141,18 @@ class ScriptError(Exception):
 class Pool:
     """Workers and the jobs that wait for them. `run` is the door.
 
-    A job costs one future and two timers, no task: what a child says is acted upon where it arrives.
+    A job costs one future, no task and no timer: what a child says is acted upon where it arrives, and a lane and a
+    worker have a timer each, which looks again where the job that it was set for has long been done.
     """
 
     def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
         self._main = _Crew(settings.workers, 0, ("uploads", "fast"))
         self._slow = _Crew(settings.workers, _SLOW_NICENESS, ("uploads", "slow", "background"))
+        # Where jobs of a lane wait: uploads do for either crew.
+        self._lanes = {
+            lane: [crew.lines[lane] for crew in (self._main, self._slow) if lane in crew.lines] for lane in LANES
+        }
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
         # In the clock's seconds; None while there is a worker.
@@ -236,7 +241,7 @@ class Pool:
         return {lane: self._count_waiting(lane) for lane in LANES}
 
     def _count_waiting(self, lane: Lane) -> int:
-        return sum(len(crew.lines[lane].errands) for crew in (self._main, self._slow) if lane in crew.lines)
+        return sum([len(line.errands) for line in self._lanes[lane]])
 
     @property
     def pids(self) -> list[int]:
@@ -296,8 +301,11 @@ class Pool:
             line.errands.append(errand)
         else:
             return False
-        errand.timer = asyncio.get_running_loop().call_later(self._settings.timeout_s, self._give_up, errand)
-        self._reinforce()
+        errand.since_s = asyncio.get_running_loop().time()
+        if line.timer is None:
+            line.timer = asyncio.get_running_loop().call_later(self._settings.timeout_s, self._end_waits, line)
+        if crew is self._slow:
+            self._reinforce()
         return True
 
     def _limit(self, line: "_Line") -> int:
@@ -309,24 +317,23 @@ class Pool:
 
     def _give(self, worker: "_Worker", errand: "_Errand") -> None:
         """Hand a job over, whole, in this call: nothing may use an original once a cancelled caller has gone."""
-        errand.stop_waiting()
         if not errand.attempts:
             self.given[errand.line.lane] += 1
         errand.attempts += 1
         errand.line.catch_up()
         errand.worker, worker.errand = worker, errand
         loop = asyncio.get_running_loop()
-        errand.began_s = loop.time()
+        errand.since_s = loop.time()
         try:
             told = worker.tell(errand.job, errand.original)
         except Exception as exc:
             # Such as an original whose file is closed: the job's fault, and where the child stands nobody knows.
             self._lose(worker, exc)
             return
-        if told:
-            errand.timer = loop.call_later(self._settings.timeout_s, self._end_overdue, worker)
-        else:
+        if not told:
             self._lose(worker)
+        elif worker.deadline is None:
+            worker.deadline = loop.call_later(self._settings.timeout_s, self._end_overdue, worker)
 
     def _take_answer(self, worker: "_Worker", answer: Reply, body: bytes) -> None:
         errand = worker.errand
@@ -348,6 +355,15 @@ class Pool:
         self._offer(worker)
 
     def _end_overdue(self, worker: "_Worker") -> None:
+        worker.deadline = None
+        if worker.errand is None:
+            return
+        loop = asyncio.get_running_loop()
+        due_s = worker.errand.since_s + self._settings.timeout_s
+        if loop.time() < due_s:
+            # It has another job by now.
+            worker.deadline = loop.call_at(due_s, self._end_overdue, worker)
+            return
         self.timeouts += 1
         log.warning("a worker was killed: its job took longer than %g s", self._settings.timeout_s)
         self._lose(worker, TooSlow())
@@ -372,9 +388,18 @@ class Pool:
             error = WorkerFailed()
         errand.done.set_exception(error)
 
+    def _end_waits(self, line: "_Line") -> None:
+        """Give up what has waited for as long as a job may take."""
+        line.timer = None
+        loop = asyncio.get_running_loop()
+        long_ago_s = loop.time() - self._settings.timeout_s
+        for errand in [errand for errand in line.errands if errand.since_s <= long_ago_s]:
+            self._give_up(errand)
+        if line.errands:
+            next_s = min(errand.since_s for errand in line.errands) + self._settings.timeout_s
+            line.timer = loop.call_at(next_s, self._end_waits, line)
+
     def _give_up(self, errand: "_Errand") -> None:
-        """It has waited for as long as a job may take."""
-        errand.stop_waiting()
         errand.line.errands.remove(errand)
         if not errand.done.done():
             errand.done.set_exception(Overloaded(_RETRY_AFTER_S[errand.line.lane]))
@@ -385,7 +410,6 @@ class Pool:
         if worker is not None and worker.errand is errand:
             worker.kill_later(_ABANDON_GRACE_S)
         elif errand in errand.line.errands:
-            errand.stop_waiting()
             errand.line.errands.remove(errand)
 
     def _offer(self, worker: "_Worker") -> None:
@@ -398,7 +422,6 @@ class Pool:
             if not errand.done.done():
                 self._give(worker, errand)
                 return
-            errand.stop_waiting()
         crew.idle.append(worker)
         if crew is self._slow:
             worker.retire_later(_SLOW_IDLE_S, self._retire)
@@ -415,7 +438,6 @@ class Pool:
                 return
             errand = errands.popleft()
             if errand.done.done():
-                errand.stop_waiting()
                 self._offer(worker)
                 return
             self._give(worker, errand)
@@ -528,6 +550,7 @@ class _Crew:
         # How many are on their way beyond those that replace others.
         self.starting = 0
         self.lines: dict[Lane, _Line] = {lane: _Line(lane, self) for lane in lanes}
+        self._served = [line for lane, line in self.lines.items() if lane != "background"]
         # What the lane that was served last had used by then.
         self.used_s = 0.0
 
@@ -552,8 +575,11 @@ class _Crew:
 
     def choose_line(self) -> "_Line | None":
         """Of those where jobs wait, the one that has used the least time: a large upload counts for many small jobs."""
-        waiting = [line for line in self.lines.values() if line.errands and line.lane != "background"]
-        return min(waiting, key=lambda line: line.used_s, default=None)
+        chosen = None
+        for line in self._served:
+            if line.errands and (chosen is None or line.used_s < chosen.used_s):
+                chosen = line
+        return chosen
 
 
 class _Line:
@@ -562,6 +588,8 @@ class _Line:
     def __init__(self, lane: Lane, crew: _Crew) -> None:
         self.lane, self.crew = lane, crew
         self.errands: deque[_Errand] = deque()
+        # Ends the longest wait, or one that has ended since.
+        self.timer: asyncio.TimerHandle | None = None
         # Of the crew's time, since the start.
         self.used_s = 0.0
 
@@ -572,7 +600,7 @@ class _Line:
 
 @dataclass(eq=False, slots=True)
 class _Errand:
-    """A job on its way through the pool. `timer` ends its wait, and then its work."""
+    """A job on its way through the pool. `since_s` is when its wait began, and then when its work did."""
 
     job: Job
     original: Content
@@ -580,17 +608,10 @@ class _Errand:
     done: "asyncio.Future[tuple[Reply, bytes]]"
     attempts: int = 0
     worker: "_Worker | None" = None
-    began_s: float = 0.0
-    timer: asyncio.TimerHandle | None = None
-
-    def stop_waiting(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
+    since_s: float = 0.0
 
     def end_work(self) -> None:
-        self.stop_waiting()
-        self.line.used_s += asyncio.get_running_loop().time() - self.began_s
+        self.line.used_s += asyncio.get_running_loop().time() - self.since_s
 
 
 def _translate(refused: Refused) -> UvimgError:
@@ -631,6 +652,8 @@ class _Worker(asyncio.BufferedProtocol):
         self.dead = False
         self.on_answer: Callable[[_Worker, Reply, bytes], None]
         self.on_loss: Callable[[_Worker], None]
+        # Ends the job that it has, or one that it had.
+        self.deadline: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._buffer = self._view = memoryview(bytearray(_BUFFER_BYTES))
         self._filled = 0
@@ -749,6 +772,8 @@ class _Worker(asyncio.BufferedProtocol):
         """The exit status, once there is one; frees what was held."""
         status = await self.process.wait()
         self.spare()
+        if self.deadline is not None:
+            self.deadline.cancel()
         self.close()
         return status
 

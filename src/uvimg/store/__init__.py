@@ -8,14 +8,16 @@ counts (`expires_s`). Who reads looks at his own clock: an expired one is there 
 Rule: a backend's foreign errors become StoreDown and StoreFull at its own edge.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
 import msgspec
 
 from uvimg.core.address import Digest
+from uvimg.core.backend import split_url
 from uvimg.core.message import Content
+from uvimg.store.guard import Guard
 
 Durability = Literal["commit", "os"]
 
@@ -23,6 +25,8 @@ Durability = Literal["commit", "os"]
 MAX_NAME_BYTES = 511
 # Blobs up to here lie in the database itself: one read is 0.8 µs there, 8.6 µs from a file.
 SMALL_BLOB_BYTES = 65_536
+# A server that has not answered by then will not; a client of ours has long lost patience.
+DEFAULT_TIMEOUT_S = 2.0
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -76,6 +80,11 @@ class Near(Protocol):
         """A blob's bytes, or an open file of them, which the caller closes."""
 
 
+# What a store may offer for which each call is a way to a server and back: the records of several names in one go, and
+# the bytes of the blob that the last one points at, where they came along for nothing.
+Look = Callable[[Sequence[bytes]], Awaitable[tuple[list[Record | None], bytes | None]]]
+
+
 class Incoming(Protocol):
     """A blob on its way in: hashed while it is written, seen by nobody until a name is bound to it.
 
@@ -105,6 +114,10 @@ class Store(Protocol):
     @property
     def near(self) -> Near | None:
         """None where every read has to wait."""
+
+    @property
+    def guards(self) -> Sequence[Guard]:
+        """What stands before the servers that this store asks."""
 
     def incoming(self, watch: Callable[[bytes], object] | None = None) -> Incoming:
         """Room for a new blob. `watch` is called with each piece, in order, perhaps in another thread."""
@@ -176,22 +189,40 @@ class Store(Protocol):
     async def close(self) -> None: ...
 
 
-def open_store(url: str, *, create: bool = True, durability: Durability = "commit") -> Store:
-    """The store that a URL names: `local:DIR` or `memory:`. ValueError with a sentence for any other.
+def find_look(store: Store) -> Look | None:
+    """`look` of a store that has one."""
+    look: Look | None = getattr(store, "look", None)
+    return look
 
-    `durability` is how much of its promise an embedded store keeps; see LocalStore. StoreDown when it cannot be used,
-    or is not there and `create` is False.
+
+def open_store(
+    url: str, *, create: bool = True, durability: Durability = "commit", timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Store:
+    """The store that a URL names (core/backend.py). ValueError with a sentence for any other.
+
+    `durability` is how much of its promise an embedded store keeps (see LocalStore), `timeout_s` how long a server is
+    waited for. StoreDown when an embedded one cannot be used, or is not there and `create` is False; a server is not
+    asked before the first call.
     """
-    scheme, colon, rest = url.partition(":")
+    scheme, rest = split_url(url)
     match scheme:
-        case "local" if colon and rest:
+        case "local":
             from uvimg.store.local import LocalStore
 
             return LocalStore(rest, create=create, durability=durability)
-        case "memory" if colon and not rest:
+        case "memory":
             if not create:
                 raise ValueError("memory: is empty at every start, so there is nothing to look at")
             from uvimg.store.memory import MemoryStore
 
             return MemoryStore()
-    raise ValueError(f"'{url}' is not a store: write local:DIR or memory:")
+        case "redis" | "rediss" | "redis+cluster" | "rediss+cluster":
+            # Only here: redis-py takes long to load.
+            from uvimg.store.redis import RedisStore
+
+            return RedisStore(url, timeout_s)
+        case "memcached":
+            from uvimg.store.memcached import MemcachedStore
+
+            return MemcachedStore(rest, timeout_s=timeout_s)
+    raise AssertionError(f"nothing opens {scheme}:")

@@ -40,6 +40,7 @@ from uvimg.core.coding import CODINGS, coded_digest
 from uvimg.core.errors import Overloaded, StoreDown, StoreFull, UvimgError
 from uvimg.core.message import Content, FilePart
 from uvimg.store import MAX_NAME_BYTES, SMALL_BLOB_BYTES, Decide, Durability, Finding, Incoming, Measures, Record
+from uvimg.store.guard import Guard
 
 log = logging.getLogger("uvimg.store")
 
@@ -94,9 +95,10 @@ class LocalStore:
             self._env.reader_check()
         except (OSError, lmdb.Error) as exc:
             raise StoreDown(f"The store in {path} cannot be opened: {exc}.") from exc
+        self.guards: Sequence[Guard] = ()
         self.near = _Near(self._env, self._names, self._small, self._path)
         self._threads = concurrent.futures.ThreadPoolExecutor(8, "uvimg-store")
-        self._writer = _Writer(self._env, self._remove_unused)
+        self._writer = _Writer(self._env, self._remove_unused, self._add_to_groups)
 
     def incoming(self, watch: Callable[[bytes], object] | None = None) -> "LocalIncoming":
         return LocalIncoming(self._path / "blobs", self._threads, self._drop, watch)
@@ -246,7 +248,7 @@ class LocalStore:
             self._count(txn, batch, old, -1)
         group = group_of(name)
         if group is not None and (old is None) != (new is None):
-            self._count_group(txn, group, +1 if old is None else -1)
+            batch.groups[group] = batch.groups.get(group, 0) + (1 if old is None else -1)
         before, after = (0 if each is None else each.expires_s for each in (old, new))
         if before != after:
             # A name is no longer than what LMDB takes for one of several values of a key.
@@ -258,14 +260,6 @@ class LocalStore:
             txn.delete(name, db=self._names)
         else:
             txn.put(name, _encode(new), db=self._names)
-
-    def _count_group(self, txn: lmdb.Transaction, group: bytes, change: int) -> None:
-        data = txn.get(group, db=self._groups)
-        count = (0 if data is None else _COUNT.unpack(data)[0]) + change
-        if count:
-            txn.put(group, _COUNT.pack(count), db=self._groups)
-        else:
-            txn.delete(group, db=self._groups)
 
     def _provide(self, txn: lmdb.Transaction, batch: "_Batch", digest: Digest, blob: "LocalIncoming | None") -> None:
         """See to a blob that a record is about to point at. UvimgError where there is none."""
@@ -310,6 +304,15 @@ class LocalStore:
         txn.put(record.digest, _USES.pack(count, record.size), db=self._uses)
         if count == 0:
             batch.unused.add(record.digest)
+
+    def _add_to_groups(self, txn: lmdb.Transaction, changes: dict[bytes, int]) -> None:
+        for group, change in changes.items():
+            data = txn.get(group, db=self._groups)
+            count = (0 if data is None else _COUNT.unpack(data)[0]) + change
+            if count:
+                txn.put(group, _COUNT.pack(count), db=self._groups)
+            else:
+                txn.delete(group, db=self._groups)
 
     def _remove_unused(self, txn: lmdb.Transaction, batch: "_Batch", digest: Digest) -> bool:
         """Remove a large blob that no name points at, under the writer's lock. Whether it was so.
@@ -610,6 +613,8 @@ class _Batch:
     """What the changes of one transaction ask for beside it."""
 
     folders: set[Path] = field(default_factory=set)
+    # Names that groups have gained. Written once for all: most writes of one moment are to one database.
+    groups: dict[bytes, int] = field(default_factory=dict)
     unused: set[Digest] = field(default_factory=set)
     # All that was committed before is on the disk.
     synced: bool = False
@@ -623,9 +628,12 @@ class _Writer:
     """The one thread that changes the store. Whoever submits a change hears of it when it is on the disk."""
 
     def __init__(
-        self, env: lmdb.Environment, remove_unused: "Callable[[lmdb.Transaction, _Batch, Digest], bool]"
+        self,
+        env: lmdb.Environment,
+        remove_unused: "Callable[[lmdb.Transaction, _Batch, Digest], bool]",
+        count_groups: Callable[[lmdb.Transaction, dict[bytes, int]], None],
     ) -> None:
-        self._env, self._remove_unused = env, remove_unused
+        self._env, self._remove_unused, self._count_groups = env, remove_unused, count_groups
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="uvimg-store-writer", daemon=True)
         self._thread.start()
@@ -670,6 +678,7 @@ class _Writer:
         try:
             with self._env.begin(write=True) as txn:
                 outcomes = [_attempt(change, txn, batch) for change, _ in jobs]
+                self._count_groups(txn, batch.groups)
                 for folder in batch.folders:
                     _sync_folder(folder)
         except (lmdb.Error, OSError) as exc:

@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from uvimg.core.address import Digest, group_of
 from uvimg.core.errors import UvimgError
 from uvimg.store import Decide, Finding, Incoming, Measures, Record
+from uvimg.store.guard import Guard
 
 
 class MemoryStore:
     def __init__(self) -> None:
+        self.guards: Sequence[Guard] = ()
         self.near = self._Near(self)
         self._names: dict[bytes, Record] = {}
         self._blobs: dict[Digest, bytes] = {}

@@ -297,7 +297,8 @@ class _Connection(Connection):
         self.regulate()
 
     async def _send(self, response: Response, head: Head) -> None:
-        await self._until_writable()
+        if not self._writable:
+            await self._until_writable()
         part = response.body
         if isinstance(part, Pieces) and head.method != "HEAD":
             self._last = self._last or head.is_1_0
