@@ -20,7 +20,6 @@ from bench.makers import upload
 from bench.programs import find_missing
 from bench.serving import Address, BenchError, Launch
 from bench.site import Content, Site, Variant
-from uvimg import config
 
 _TIMEOUT_S = 10.0
 
@@ -100,20 +99,6 @@ class _Kind:
                 said += more
         return int(found[1])
 
-    def lacks(self) -> str:
-        """Whether uvimg can be given one; "" when it can."""
-        known = {declaration.name: declaration for declaration in config.declarations()}
-        for name in ("cache", "store"):
-            url = self.write_url(1)
-            try:
-                if name not in known:
-                    raise ValueError
-                if judge := known[name].check:
-                    judge(url)
-            except ValueError:
-                return f'uvimg cannot keep images in {self.name} yet: it takes no {name} = "{self.name}://…"'
-        return ""
-
 
 def _find_note(site: Site, port: int) -> Path:
     """Where the port of the cache is written down that belongs to the uvimg at this port."""
@@ -151,10 +136,7 @@ def _uvimg(kind: _Kind) -> Variant:
         )
         return Launch((kind.command(shared), command), (("127.0.0.1", port),), behind=(("127.0.0.1", shared),))
 
-    def lacks() -> str:
-        return kind.lacks() or find_missing(kind.command(0)[0])
-
-    return _Uvimg(f"uvimg + {kind.name}", True, launch, lacks=lacks)
+    return _Uvimg(f"uvimg + {kind.name}", True, launch, program=kind.command(0)[0])
 
 
 _MEMCACHED = _Kind(
