@@ -32,14 +32,15 @@ def launch(
     """At one port, with so many workers; of several each has an address of its own for a client of its own."""
     port = port or serving.find_port()
     upstream = f"upstream behind {{ server unix:{behind.socket}; {behind.upstream} }}" if behind else ""
+    addresses = tuple((f"127.0.0.{1 + number}", port) for number in range(processes))
+    reuseport = " reuseport" if processes > 1 else ""
     text = string.Template(_CONFIGURATION.read_text()).safe_substitute(
         USER="user root;" if os.geteuid() == 0 else "",
         FOLDER=site.folder,
         PROCESSES=processes,
         FILES=_FILES,
-        HOST="127.0.0.1" if processes == 1 else "0.0.0.0",
         PORT=port,
-        REUSEPORT="" if processes == 1 else " reuseport",
+        LISTEN=" ".join(f"listen {host}:{port} backlog=4096{reuseport};" for host, port in addresses),
         TINY=(site.bodies.get(Content.TINY, b"") if tiny is None else tiny).decode(),
         UPSTREAM=upstream,
         PLACE=behind.place if behind else _FROM_FILES,
@@ -47,7 +48,6 @@ def launch(
     conf = site.folder / f"nginx-{port}.conf"
     conf.write_text(text)
     command = ("nginx", "-c", str(conf), "-p", str(site.folder))
-    addresses = tuple((f"127.0.0.{1 + number}", port) for number in range(processes))
     if behind is None:
         return Launch((command,), addresses)
     return Launch((behind.command, command), addresses, behind=(behind.socket,))

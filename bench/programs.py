@@ -28,6 +28,9 @@ _RIVALS = Path(__file__).parent.parent / ".rivals"
 PYTHON = _RIVALS / "bin" / "python"
 THUMBOR = _RIVALS / "thumbor" / "bin" / "thumbor"
 
+_PACKAGES = ("curio", "gevent", "tornado", "twisted")
+_VERSIONS = "import sys; from importlib import metadata; print(*map(metadata.version, sys.argv[1:]))"
+
 
 def find_missing(*programs: str) -> str:
     """How to install the first of the programs that is not there; "" when all are."""
@@ -45,6 +48,14 @@ def lacks_package(package: str) -> str:
     if PYTHON.exists() and not subprocess.run([PYTHON, "-c", f"import {package}"], capture_output=True).returncode:
         return ""
     return f"{package} is not installed: scripts/bench-rivals"
+
+
+def read_versions() -> dict[str, str]:
+    """Of those packages for Python that are measured beside."""
+    if not PYTHON.exists():
+        return {}
+    done = subprocess.run([PYTHON, "-c", _VERSIONS, *_PACKAGES], capture_output=True, text=True, check=False)
+    return dict(zip(_PACKAGES, done.stdout.split(), strict=False))
 
 
 def lacks_thumbor() -> str:

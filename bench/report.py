@@ -12,8 +12,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bench.programs import THUMBOR, find_fpm, read_versions
 from bench.result import MEASURES, Change, Goal, Result, Section, judge
 from bench.serving import BenchError
+
+_VERSIONS = {
+    "nginx": ["nginx", "-v"],
+    "PHP": [find_fpm() or "php-fpm", "-v"],
+    "memcached": ["memcached", "-V"],
+    "redis": ["redis-server", "--version"],
+    "thumbor": [str(THUMBOR), "--version"],
+    "go": ["go", "version"],
+    "node": ["node", "--version"],
+    "wrk": ["wrk", "-v"],
+    "ab": ["ab", "-V"],
+}
 
 
 def describe_machine() -> dict[str, str]:
@@ -26,9 +39,9 @@ def describe_machine() -> dict[str, str]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in ("uvimg", "uvloop", "aiohttp")},
-        "nginx": _ask_version(["nginx", "-v"]),
-        "wrk": _ask_version(["wrk", "-v"]),
-        "ab": _ask_version(["ab", "-V"]),
+        **{name: _ask_version(command) for name, command in _VERSIONS.items()},
+        "PHP": _ask_version([find_fpm() or "php-fpm", "-v"]),
+        **read_versions(),
     }
 
 

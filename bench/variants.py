@@ -128,14 +128,13 @@ class Case:
     variants: tuple[Variant, ...]
     goals: tuple[Goal, ...] = ()
     processes: int = 1
-    # What others have measured, with the machine, and the requests/s that they give for a variant.
     # Of figures that others have published: where and when, and variant → measure → figure.
     published: str = ""
     published_figures: dict[str, Figures] = field(default_factory=dict, hash=False)
     # Cases that differ in a number alone have the name of their series.
     series: str = ""
     level: int = 0
-    # Of a run that is only for a look.
+    # More rounds than this a run for a look has no time for.
     quick_rounds: int = 100
 
     @property
