@@ -49,10 +49,10 @@ def launch(
     for name, value in (
         ("script", _SCRIPTS / script),
         ("folder", files),
-        ("engine", engine or '""'),
-        ("kept", folder if keeps else '""'),
+        ("engine", engine),
+        ("kept", folder if keeps else ""),
     ):
-        place = place.replace(f"${name};", f"{value};")
+        place = place.replace(f"${name};", f'"{value}";')
     # Several threads for each of several processes would be in each other's way.
     command = ("env", "MAGICK_THREAD_LIMIT=1", find_fpm(), "--nodaemonize", "--fpm-config", str(conf))
     root = ("--allow-to-run-as-root",) if os.geteuid() == 0 else ()
