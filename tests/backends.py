@@ -1,12 +1,14 @@
 """Servers of others that a store may stand on, started by the tests on free ports and stopped by their own ids."""
 
+import itertools
 import os
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 from urllib.parse import unquote
 
 import pytest
@@ -15,7 +17,9 @@ import redis
 
 def find_program(name: str) -> str:
     """Where it is. Without it the test is skipped, but never where everything has to be there."""
-    path = shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
+    # Programs in Go are where `go install` puts them.
+    folders = [os.environ.get("PATH", ""), "/usr/sbin", "/sbin", str(Path.home() / "go" / "bin")]
+    path = shutil.which(name, path=":".join(folders))
     if path is None:
         if os.environ.get("CI"):
             pytest.fail(f"{name} is not installed")
@@ -68,6 +72,39 @@ class Program:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+class S3:
+    """versitygw over a folder, with one bucket; each test has a prefix of its own in it."""
+
+    bucket = "pictures"
+    # The usual variables, for whoever asks it.
+    environment: ClassVar = {
+        "AWS_ACCESS_KEY_ID": "tester",
+        "AWS_SECRET_ACCESS_KEY": "not a secret",
+        "AWS_REGION": "us-east-1",
+    }
+    _numbers = itertools.count()
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "buckets"
+        (self.folder / self.bucket).mkdir(parents=True)
+        port = find_port()
+        command = [find_program("versitygw"), "--port", f"127.0.0.1:{port}", "--keep-alive", "posix", str(self.folder)]
+        keys = {
+            "ROOT_ACCESS_KEY": self.environment["AWS_ACCESS_KEY_ID"],
+            "ROOT_SECRET_KEY": self.environment["AWS_SECRET_ACCESS_KEY"],
+        }
+        self.program = Program(command, port, folder, keys)
+
+    def url(self, port: int = 0) -> str:
+        """The URL of an empty store, by way of another port where there is one."""
+        prefix = f"{os.getpid()}-{next(self._numbers)}"
+        return f"s3://{self.bucket}/{prefix}?endpoint=http://127.0.0.1:{port or self.program.port}"
+
+    def path(self, url: str) -> Path:
+        """Where the server keeps the objects of a store."""
+        return self.folder / url.removeprefix("s3://").partition("?")[0]
 
 
 def start_redis(folder: Path, *options: str, certificate: Path | None = None) -> Program:
@@ -128,3 +165,26 @@ def list_memcached(port: int) -> list[str]:
             assert line.startswith(b"key="), line
             keys.append(unquote(line.split()[0].removeprefix(b"key=").decode()))
         return keys
+
+
+def change(path: Path, changes: Mapping[str, str]) -> str:
+    """The text of a file of ours as a test can use it: each of these is there once, and becomes something else."""
+    text = path.read_text()
+    for before, after in changes.items():
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    return text
+
+
+def start_nginx(folder: Path, text: str, port: int) -> Program:
+    """nginx with this among its http settings, which have it listen on this port."""
+    (folder / "uvimg.conf").write_text(text)
+    temporary = "\n".join(f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi"))
+    (folder / "nginx.conf").write_text(
+        f"daemon off; pid {folder}/pid; error_log {folder}/error.log; events {{}}\n"
+        # The folder is the test's alone, and root's workers would be somebody else.
+        + ("user root;\n" if os.getuid() == 0 else "")
+        + f"http {{ access_log off; {temporary} uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;\n"
+        f"include {folder}/uvimg.conf; }}\n"
+    )
+    return Program([find_program("nginx"), "-p", str(folder), "-c", str(folder / "nginx.conf")], port, folder)

@@ -22,6 +22,7 @@ from uvimg.apps.codings import Codings
 from uvimg.apps.intermediates import Intermediates
 from uvimg.apps.originals import Facts, Originals, Staged, Stored, read_facts, read_source
 from uvimg.apps.renditions import close, find_bytes, hash_bytes, is_whole, keep_rendition, without_bytes
+from uvimg.apps.streaming import stream_blob
 from uvimg.cache import Cache
 from uvimg.core.access import AccessRules, Network, find_client, is_cross_site, is_rebound
 from uvimg.core.address import Digest, image_name, rendition_name, renditions_prefix
@@ -43,7 +44,7 @@ from uvimg.core.errors import (
 )
 from uvimg.core.form import FormReader, PartBegins, PartData, PartEnds
 from uvimg.core.formats import Format, media_type
-from uvimg.core.message import Content, FilePart, Request, Response
+from uvimg.core.message import Content, FilePart, Pieces, Request, Response
 from uvimg.core.negotiate import Failed, NotModified, Part, Unsatisfiable, Whole, choose_answer, http_date
 from uvimg.core.params import Params
 from uvimg.core.plan import Plan, Rules, Source, make_plan
@@ -161,8 +162,8 @@ class Images:
 
         self._plan, self._known_route = plan, known_route
         self._look = find_look(store)
-        # Records of originals as they were when last seen.
-        self._known: LRUCache[str, Record] = LRUCache(_MOST_KNOWN)
+        # Records of originals as they were when last seen, by their ids.
+        self._known: dict[str, Record] = {}
         # Plans of types, and whether renditions of them last; None where there is no such type.
         self._asked: LRUCache[tuple[str, Source], tuple[Plan, bool] | None] = LRUCache(_MOST_ASKED)
 
@@ -298,13 +299,18 @@ class Images:
                 rendition, origin = await self._find_or_make(query, original, plan, key, ahead)
                 return rendition
 
-            rendition = await self._cache.get((original.digest, key), make)
+            rendition = self._take_ahead(original, key, ahead)
+            if rendition is None:
+                rendition = await self._cache.get((original.digest, key), make)
+            else:
+                origin = "store"
             record, body = rendition.record, rendition.body
         answer = self._choose_answer(request, record)
         if isinstance(answer, Response):
             return answer
         try:
-            content = await self._fetch(original, record, key) if body is None else body
+            pieces = None if body else await stream_blob(self._store, request, record, answer)
+            content = body or pieces or await self._fetch(original, record, key)
         except _CodedAnew:
             # Since it was found, and once only.
             return await self._show(request, query)
@@ -335,7 +341,10 @@ class Images:
             original = await self._store.record(name)
         if original is None:
             self._known.pop(query.image_id, None)
-        elif original is not known:
+        else:
+            if len(self._known) == _MOST_KNOWN and known is None:
+                # Not the one that was asked for least: that would cost more than the look that it saves.
+                del self._known[next(iter(self._known))]
             self._known[query.image_id] = original
         return original, ahead
 
@@ -403,8 +412,11 @@ class Images:
     def _svg_headers(self) -> dict[str, str]:
         return {**dict(self._settings.image_headers), "Content-Security-Policy": _LOCKED_DOWN}
 
-    def _answer_image(self, answer: Whole | Part, record: Record, body: Content, origin: str) -> Response:
-        """200 or 206 with a representation. `origin` says for the metrics how it was come by."""
+    def _answer_image(self, answer: Whole | Part, record: Record, body: Content | Pieces, origin: str) -> Response:
+        """200 or 206 with a representation, of which pieces are what is to be sent already.
+
+        `origin` says for the metrics how it was come by.
+        """
         headers = self._image_headers(record)
         headers["Content-Type"] = record.type
         headers["Accept-Ranges"] = "bytes"
@@ -413,11 +425,24 @@ class Images:
         if isinstance(answer, Whole):
             return Response(200, headers, body, origin=origin)
         headers["Content-Range"] = f"bytes {answer.start}-{answer.stop - 1}/{record.size}"
+        if isinstance(body, Pieces):
+            return Response(206, headers, body, origin=origin)
         if isinstance(body, FilePart):
             return Response(206, headers, body.part(answer.start, answer.stop), origin=origin)
         return Response(206, headers, body[answer.start : answer.stop], origin=origin)
 
     # Making
+
+    def _take_ahead(self, original: Record, key: str, ahead: _Ahead) -> Rendition | None:
+        """The rendition that came along, if it is the right one and whole."""
+        record, body = ahead.record, ahead.body
+        if record is None or body is None or len(body) != record.size:
+            return None
+        if ahead.name != rendition_name(original.digest, key):
+            return None
+        rendition = Rendition(record, body)
+        self._cache.keep((original.digest, key), rendition)
+        return rendition
 
     async def _find_or_make(
         self, query: Show, original: Record, plan: Plan | None, key: str, ahead: _Ahead
@@ -425,9 +450,7 @@ class Images:
         """A rendition, and whether it came from the store or was made."""
         name = rendition_name(original.digest, key)
         record = ahead.record if ahead.name == name else await self._store.record(name)
-        content: Content | None = ahead.body if ahead.name == name else None
-        if content is None and record is not None:
-            content = await find_bytes(self._store, record)
+        content = None if record is None else await find_bytes(self._store, record)
         close(content)
         if record is not None and content is not None and is_whole(record, content):
             return Rendition(without_bytes(record), content if isinstance(content, bytes) else None), "store"

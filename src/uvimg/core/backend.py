@@ -5,20 +5,23 @@ A shared cache is written the same way.
 
 import re
 
+from uvimg.core.bucket import parse_bucket
 from uvimg.core.place import Tcp
 from uvimg.core.redis import read_redis_url
 
 # What is written behind each scheme, as told to who wrote something else.
-SCHEMES = {
-    "local": "local:DIR",
-    "memory": "memory:",
+_SERVERS = {
     "redis": "redis://HOST:PORT/DATABASE",
     "rediss": "rediss://HOST:PORT/DATABASE",
     "redis+cluster": "redis+cluster://HOST:PORT,HOST:PORT",
     "rediss+cluster": "rediss+cluster://HOST:PORT,HOST:PORT",
-    "memcached": "memcached://HOST[:PORT][,HOST[:PORT]…]",
+    "memcached": "memcached://HOST[:PORT],HOST[:PORT]",
 }
-CACHES = {"redis": "redis://HOST", "rediss": "rediss://HOST", "memcached": SCHEMES["memcached"]}
+_BUCKETS = {"s3": "s3://BUCKET/PREFIX", "gs": "gs://BUCKET/PREFIX", "az": "az://CONTAINER/PREFIX"}
+# Those that need no server.
+NEAR_SCHEMES = ("local", "memory")
+SCHEMES = {"local": "local:DIR", "memory": "memory:", **_BUCKETS, **_SERVERS}
+CACHES = {"none": "none", **_SERVERS}
 
 # memcached's own.
 _MEMCACHED_PORT = 11211
@@ -33,10 +36,10 @@ def split_url(url: str) -> tuple[str, str]:
     scheme, colon, rest = url.partition(":")
     if not colon or scheme not in SCHEMES or (scheme == "memory") != (not rest):
         raise ValueError(f"'{hide_secrets(url)}' is not a store: write {' or '.join(SCHEMES.values())}")
-    if scheme.startswith("redis"):
-        read_redis_url(url)
-    if scheme == "memcached" and not parse_servers(rest):
-        raise ValueError(f"'{hide_secrets(url)}' is not a store: write {SCHEMES['memcached']}")
+    if scheme in _BUCKETS:
+        parse_bucket(scheme, rest)
+    if scheme in _SERVERS:
+        _check_servers(scheme, url, rest)
     return scheme, rest
 
 
@@ -45,11 +48,17 @@ def split_cache(url: str) -> tuple[str, str] | None:
     scheme, colon, rest = url.partition(":")
     if url == "none":
         return None
-    # The host of a Redis has a name of at least one letter, behind user and password where they are.
-    well = parse_servers(rest) if scheme == "memcached" else re.match(r"//(?:[^/?#]*@)?[\w\[]", rest)
-    if not colon or scheme not in CACHES or not well:
-        raise ValueError(f"'{hide_secrets(url)}' is not a shared cache: write none or {' or '.join(CACHES.values())}")
+    if not colon or scheme not in _SERVERS:
+        raise ValueError(f"'{hide_secrets(url)}' is not a shared cache: write {' or '.join(CACHES.values())}")
+    _check_servers(scheme, url, rest)
     return scheme, rest
+
+
+def _check_servers(scheme: str, url: str, rest: str) -> None:
+    if scheme != "memcached":
+        read_redis_url(url)
+    elif not parse_servers(rest):
+        raise ValueError(f"memcached is written {_SERVERS[scheme]}, each server once and without a password")
 
 
 def parse_servers(rest: str) -> tuple[Tcp, ...]:
