@@ -81,7 +81,7 @@ def draw_lines(
     for part in range(_GRID + 1):
         y = low - _HIGH * part / _GRID
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        figure = f"{most * part / _GRID:,.{MEASURES[measure].digits}f}"
+        figure = f"{most * part / _GRID:,.10g}"
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{figure}</text>')
 
     def find_x(place: int) -> float:

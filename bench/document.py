@@ -140,14 +140,16 @@ class _Series:
         return "–" if verdict is None or verdict.figure is None else f"{verdict.figure:.2f}"
 
     def draw(self) -> str:
+        """What decides, as in all other charts."""
+        measure = _DECIDING if any(_DECIDING in row.measures for row in self.results) else _SERIAL
         lines = {
             variant: [
-                row.median(_SERIAL) if (row := self._find(section, variant)) else None for section in self.sections
+                row.median(measure) if (row := self._find(section, variant)) else None for section in self.sections
             ]
             for variant in self._variants()
         }
         ours = {row.variant for row in self.results if row.ours}
-        return draw_lines(self.name, [section.level for section in self.sections], lines, ours, _SERIAL)
+        return draw_lines(self.name, [section.level for section in self.sections], lines, ours, measure)
 
     def tell_published(self) -> list[str]:
         """Where and when: what is told behind it is each section's own."""
@@ -230,7 +232,8 @@ svg{max-width:46rem;width:100%;height:auto;display:block;margin:.5rem 0 1rem}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
 th,td{padding:.25rem .7rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap;vertical-align:top}
 th:first-child,td:first-child{text-align:left;position:sticky;left:0;background:var(--paper)}
-th{color:var(--dim);font-weight:500}tr.ours td:first-child{font-weight:600}
+th{color:var(--dim);font-weight:500;white-space:normal;max-width:11rem;vertical-align:bottom}
+tr.ours td:first-child{font-weight:600}
 td small{display:block;color:var(--dim);line-height:1.2}
 ul{list-style:none;padding:0;margin:.7rem 0;font-size:.92rem}.met::before{content:"✓ ";color:var(--good)}
 .missed::before{content:"✗ ";color:var(--bad)}.told::before{content:"· "}.missing{color:var(--dim)}
