@@ -108,7 +108,7 @@ def draw_lines(
 def _round_up(figure: float) -> float:
     """To what divides by four into numbers that are easily read."""
     whole: float = 10 ** math.floor(math.log10(figure))
-    return next(part * whole for part in (1, 2, 4, 6, 8, 10) if part * whole >= figure)
+    return next(part * whole for part in (1, 2, 3, 4, 6, 8, 10) if part * whole >= figure)
 
 
 def _choose_colours(names: Sequence[str], ours: set[str]) -> dict[str, str]:

@@ -125,9 +125,7 @@ def _lack_kyoto() -> str:
 
 TRANSPORT, STREAMS, AIOHTTP = _uvimg("transport"), _uvimg("streams"), _uvimg("aiohttp")
 NGINX = ValueServer("nginx return 200", False, _launch_nginx, program="nginx", blind=True, path="/tiny.html")
-OLEG = absent(
-    "OlegDB", "it is in no package index, and its sources are no longer kept up: start one, and name it by --against"
-)
+OLEG = absent("OlegDB", "it is in no package index: start it yourself, and name it by --against")
 KYOTO = ValueServer("kyototycoon", False, _launch_kyoto, lacks=_lack_kyoto)
 MIXED = _filled("uvimg transport", lambda site: _MIXED_KEYS)
 FEW = _filled("uvimg transport", lambda site: _FEW, "--memo-size=0")

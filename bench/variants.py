@@ -352,11 +352,7 @@ _WORKERS = len(os.sched_getaffinity(0))
 _THUMBNAIL = make_walk(Picture.SMALL, 100, 6, gray=True)
 _AVIF = make_walk(Picture.PHOTO, 800, 10, "inside", format="avif")
 
-_OLD_ZIMG = absent(
-    "zimg 2.2",
-    "it is in no package index and cannot be built with today's libraries: PHP with ImageMagick, its engine, "
-    "stands in its place",
-)
+_OLD_ZIMG = absent("zimg 2.2", "it is in no package index: PHP with ImageMagick, its engine, is measured in its place")
 
 
 def _figures_published_made(connections: int) -> dict[str, Figures]:
