@@ -111,3 +111,11 @@ async def test_who_goes_before_the_answer_says_nothing_about_the_server() -> Non
             await task
     assert not guard.is_away
     assert guard.failures == 0
+
+
+async def test_an_error_of_many_lines_is_told_in_one(caplog: pytest.LogCaptureFixture) -> None:
+    guard = _make_guard()
+    for _ in range(3):
+        with pytest.raises(StoreDown):
+            await guard.run(lambda: _answer(_Foreign("refused\n\nDebug source:\n" + "x" * 5000)))
+    assert [record.message for record in caplog.records] == ["the server is away: _Foreign: refused"]

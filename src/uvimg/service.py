@@ -111,7 +111,8 @@ class Service:
         elif exc.status >= 500 and not isinstance(exc, Overloaded | NotImplementedHere):
             # Overload is told in the access log, once for each; a warning each would make it worse. An unknown
             # method is the client's.
-            log.warning("%s %a: %s (%r)", request.method, request.target, exc.detail, exc.__cause__)
+            # Some libraries put all that they know into an error.
+            log.warning("%s %a: %s (%.300r)", request.method, request.target, exc.detail, exc.__cause__)
         try:
             response = app.refuse(request, exc)
         except Exception:

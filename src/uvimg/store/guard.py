@@ -18,6 +18,9 @@ log = logging.getLogger("uvimg.store")
 
 T = TypeVar("T")
 
+# More than anybody reads of one.
+_LONGEST_REASON = 300
+
 # What a foreign error means: StoreDown where the server did not answer, another error of ours where it did, None for
 # what is no error of the server at all.
 Translate = Callable[[Exception], UvimgError | None]
@@ -70,5 +73,12 @@ class Guard:
     def _fail(self, exc: Exception) -> None:
         self.failures += 1
         if self._breaker.fail(time.monotonic()):
-            reason = "no answer in time" if isinstance(exc, TimeoutError) else f"{type(exc).__name__}: {exc}"
-            log.error("%s is away: %s", self.name, reason)
+            log.error("%s is away: %s", self.name, _tell(exc))
+
+
+def _tell(exc: Exception) -> str:
+    """Why, in one line: some libraries put all that they know into an error."""
+    if isinstance(exc, TimeoutError):
+        return "no answer in time"
+    first, *_ = str(exc).splitlines() or [""]
+    return f"{type(exc).__name__}: {first}"[:_LONGEST_REASON]
