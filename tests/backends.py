@@ -1,5 +1,6 @@
 """Servers of others that a store may stand on, started by the tests on free ports and stopped by their own ids."""
 
+import itertools
 import os
 import shutil
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 from urllib.parse import unquote
 
 import pytest
@@ -15,7 +17,9 @@ import redis
 
 def find_program(name: str) -> str:
     """Where it is. Without it the test is skipped, but never where everything has to be there."""
-    path = shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
+    # Programs in Go are where `go install` puts them.
+    folders = [os.environ.get("PATH", ""), "/usr/sbin", "/sbin", str(Path.home() / "go" / "bin")]
+    path = shutil.which(name, path=":".join(folders))
     if path is None:
         if os.environ.get("CI"):
             pytest.fail(f"{name} is not installed")
@@ -68,6 +72,39 @@ class Program:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+class S3:
+    """versitygw over a folder, with one bucket; each test has a prefix of its own in it."""
+
+    bucket = "pictures"
+    # The usual variables, for whoever asks it.
+    environment: ClassVar = {
+        "AWS_ACCESS_KEY_ID": "tester",
+        "AWS_SECRET_ACCESS_KEY": "not a secret",
+        "AWS_REGION": "us-east-1",
+    }
+    _numbers = itertools.count()
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "buckets"
+        (self.folder / self.bucket).mkdir(parents=True)
+        port = find_port()
+        command = [find_program("versitygw"), "--port", f"127.0.0.1:{port}", "--keep-alive", "posix", str(self.folder)]
+        keys = {
+            "ROOT_ACCESS_KEY": self.environment["AWS_ACCESS_KEY_ID"],
+            "ROOT_SECRET_KEY": self.environment["AWS_SECRET_ACCESS_KEY"],
+        }
+        self.program = Program(command, port, folder, keys)
+
+    def url(self, port: int = 0) -> str:
+        """The URL of an empty store, by way of another port where there is one."""
+        prefix = f"{os.getpid()}-{next(self._numbers)}"
+        return f"s3://{self.bucket}/{prefix}?endpoint=http://127.0.0.1:{port or self.program.port}"
+
+    def path(self, url: str) -> Path:
+        """Where the server keeps the objects of a store."""
+        return self.folder / url.removeprefix("s3://").partition("?")[0]
 
 
 def start_redis(folder: Path, *options: str, certificate: Path | None = None) -> Program:

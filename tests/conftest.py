@@ -15,7 +15,7 @@ import pyvips
 import requests
 
 from bench import corpus
-from tests.backends import Program, start_memcached, start_redis, start_redis_cluster
+from tests.backends import S3, Program, start_memcached, start_redis, start_redis_cluster
 
 
 class Server:
@@ -175,6 +175,17 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    """An S3 server, and the environment in which stores find its keys."""
+    server = S3(tmp_path_factory.mktemp("s3"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield server
+    server.program.stop()
+
+
+@pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     running = start_redis(tmp_path_factory.mktemp("redis"))
     yield running
@@ -197,6 +208,8 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield f"local:{tmp_path}/data"
     elif scheme == "memory":
         yield "memory:"
+    elif scheme.endswith("s3"):
+        yield request.getfixturevalue("s3").url()
     elif scheme == "memcached":
         # Two of the test's own: they have neither databases nor prefixes.
         servers = [start_memcached(tmp_path) for _ in range(2)]

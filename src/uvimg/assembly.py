@@ -28,7 +28,7 @@ from uvimg.cache import Cache
 from uvimg.coders import Coders
 from uvimg.config import Settings
 from uvimg.core.access import parse_network, parse_rules
-from uvimg.core.errors import StoreDown
+from uvimg.core.errors import Elsewhere, StoreDown
 from uvimg.core.formats import Format, parse_output_format
 from uvimg.core.plan import Rules
 from uvimg.core.pyramid import PyramidRules
@@ -41,6 +41,7 @@ from uvimg.service import App, Service
 from uvimg.store import Store, open_store
 from uvimg.store.guard import Guard
 from uvimg.store.sharing import SharingStore, open_cache
+from uvimg.store.tier import TieredStore
 
 
 class CannotStart(Exception):
@@ -65,7 +66,7 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
     metrics = Metrics(settings.metrics_dir)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(_publishing(metrics))
-        store, sharing = _open_stores(settings)
+        store, sharing, tier = _open_stores(settings)
         stack.push_async_callback(store.close)
         codings = await stack.enter_async_context(_coding(settings, store, metrics))
         apps: dict[str, App] = {}
@@ -76,7 +77,7 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
                 _starting_images(settings, store, codings, metrics)
             )
         if "kv" in settings.apps:
-            apps["kv"] = await stack.enter_async_context(_starting_values(settings, store))
+            apps["kv"] = await stack.enter_async_context(_starting_values(settings, store, codings.coders))
         if "documents" in settings.apps:
             apps["documents"] = Documents(_documents_settings(settings), store, codings)
         access_log = logs.make_access_log() if settings.access_log else None
@@ -96,20 +97,26 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
         metrics.watch(lambda: _read_guards(store.guards))
         if sharing is not None:
             metrics.watch(lambda: _read_sharing(sharing))
+        if tier is not None:
+            metrics.watch(lambda: _read_tier(tier))
+            metrics.view(lambda: _read_tier_room(tier, settings.tier_size))
         metrics.info = {"version": __version__} | ({"libvips": ready.libvips} if ready else {})
         # One that drains looks whether others serve.
         await metrics.publish()
         yield Assembled(service, Service(operations, access_log, version, metrics), ready)
 
 
-def _open_stores(settings: Settings) -> tuple[Store, SharingStore | None]:
-    """The store, and the same as one with a cache that nodes share, where it is."""
+def _open_stores(settings: Settings) -> tuple[Store, SharingStore | None, TieredStore | None]:
+    """The store; the same as one with a cache that nodes share, where it is; and as one with a tier before all that."""
     cache = open_cache(settings.cache, settings.cache_timeout_s)
     store = _open_store(settings)
-    if cache is None:
-        return store, None
-    sharing = SharingStore(store, cache, settings.cache_ttl_s, settings.cache_secret.encode(errors="surrogateescape"))
-    return sharing, sharing
+    sharing = tier = None
+    if cache is not None:
+        secret = settings.cache_secret.encode(errors="surrogateescape")
+        store = sharing = SharingStore(store, cache, settings.cache_ttl_s, secret)
+    if settings.tier:
+        store = tier = TieredStore(store, Path(settings.tier), settings.tier_size, settings.tier_valid_s)
+    return store, sharing, tier
 
 
 # Where an app is among several.
@@ -172,9 +179,9 @@ def _open_store(settings: Settings) -> Store:
 
 
 @contextlib.asynccontextmanager
-async def _starting_values(settings: Settings, store: Store) -> AsyncIterator[KeyValue]:
+async def _starting_values(settings: Settings, store: Store, coders: Coders) -> AsyncIterator[KeyValue]:
     """The key-value app, and the removal of what expires."""
-    app = KeyValue(_values_settings(settings), store)
+    app = KeyValue(_values_settings(settings), store, coders)
     sweeping = asyncio.create_task(app.values.keep_sweeping())
     try:
         yield app
@@ -216,6 +223,9 @@ def _find_health(service: Service, pool: Pool | None, store: Store, *, shared: b
             store.near.record(b"health")
     except StoreDown:
         store_answers = False
+    except Elsewhere:
+        # What is at hand is served, however the store is.
+        store_answers = True
     else:
         # Of a cluster some may be away: what the others have is still served.
         store_answers = not store.guards or not all(guard.is_away for guard in store.guards)
@@ -275,6 +285,16 @@ def _read_store(store: Store) -> Iterator[Reading]:
         yield Reading("uvimg_store_names", (), measures.names)
         yield Reading("uvimg_store_database_bytes", (), measures.database_bytes)
         yield Reading("uvimg_store_free_bytes", (), measures.free_bytes)
+
+
+def _read_tier_room(tier: TieredStore, limit_bytes: int) -> Iterator[Reading]:
+    yield Reading("uvimg_tier_bytes", (), tier.kept_bytes)
+    yield Reading("uvimg_tier_limit_bytes", (), limit_bytes)
+
+
+def _read_tier(tier: TieredStore) -> Iterator[Reading]:
+    yield Reading("uvimg_tier_blobs", ("here",), tier.hits)
+    yield Reading("uvimg_tier_blobs", ("fetched",), tier.misses)
 
 
 def _read_guards(guards: Sequence[Guard]) -> Iterator[Reading]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from uvimg.core.access import parse_network, parse_rules
-from uvimg.core.backend import hide_secrets, split_cache, split_url
+from uvimg.core.backend import NEAR_SCHEMES, hide_secrets, split_cache, split_url
 from uvimg.core.formats import FORMATS
 from uvimg.core.place import check_places
 from uvimg.core.types import NO_TABLES, BadTable, Tables, parse_tables, show_tables, show_wrong
@@ -273,6 +273,22 @@ class Settings:
     )
     store_timeout_s: float = _setting(
         2.0, _STORE, "How long a server behind the store is waited for, where the store is one.", low=0.05, unit="s"
+    )
+    tier: str = _setting(
+        "",
+        _STORE,
+        "Folder in which this node keeps what it has seen of a store that is far away, so that it serves that at local "
+        "speed; its processes may share it. Empty for none.",
+    )
+    tier_size: int = _setting(10 << 30, _STORE, "Most disk space that the tier takes.", low=16 << 20, unit="bytes")
+    tier_valid_s: float = _setting(
+        5.0,
+        _STORE,
+        "How long a node with a tier may go on serving what another process has deleted or replaced; what is used is "
+        "looked up in the store about twice in that time. What is added elsewhere is there at once.",
+        low=0.1,
+        high=3600,
+        unit="s",
     )
     cache: str = _setting(
         "none",
@@ -578,6 +594,9 @@ def _check_together(settings: Settings) -> None:
         raise ConfigError(f"listen and operations_listen both name {both[0]}")
     if settings.processes and settings.store == "memory:":
         raise ConfigError(f"processes = {settings.processes}: each process would have a memory: store of its own")
+    scheme = split_url(settings.store)[0]
+    if settings.tier and scheme in NEAR_SCHEMES:
+        raise ConfigError(f"tier is for a store that is far away, and {scheme}: is as near as a tier would be")
 
 
 def _read_file(path: str) -> dict[str, Any]:

@@ -104,6 +104,11 @@ _FAMILIES = {
     "uvimg_backend_away": _Family("gauge", "Processes that do not ask a server, for it did not answer.", ("backend",)),
     "uvimg_backend_failures": _Family("counter", "Calls that a server did not answer.", ("backend",)),
     "uvimg_backend_calls_refused": _Family("counter", "Calls not made because it had not answered.", ("backend",)),
+    "uvimg_tier_bytes": _Family("gauge", "Disk space in use by what is kept here of a store that is far away."),
+    "uvimg_tier_limit_bytes": _Family("gauge", "The most of it that may be used."),
+    "uvimg_tier_blobs": _Family(
+        "counter", "Blobs asked for that were kept here, and that had to be fetched.", ("how",)
+    ),
     "uvimg_shared_cache_calls": _Family(
         "counter", "Renditions and coded copies asked of the shared cache or given to it, by outcome.", ("outcome",)
     ),

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from uvimg.apps.codings import code_answer, code_long_answer
 from uvimg.core.coding import MIN_BYTES
-from uvimg.core.errors import NotImplementedHere, Overloaded, UvimgError
+from uvimg.core.errors import Elsewhere, NotImplementedHere, Overloaded, UvimgError
 from uvimg.core.http1 import refuse_head
 from uvimg.core.message import AccessLog, Request, Response
 from uvimg.core.tally import Tally
@@ -68,6 +68,8 @@ class Service:
             response = app.try_now(request)
             if response is not None and _is_to_be_coded(response):
                 code_answer(request.headers, response)
+        except Elsewhere:
+            return None
         except Exception as exc:
             response = self._refuse(app, request, exc)
         if response is not None:

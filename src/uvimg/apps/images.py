@@ -22,6 +22,7 @@ from uvimg.apps.codings import Codings
 from uvimg.apps.intermediates import Intermediates
 from uvimg.apps.originals import Facts, Originals, Staged, Stored, read_facts, read_source
 from uvimg.apps.renditions import close, find_bytes, hash_bytes, is_whole, keep_rendition, without_bytes
+from uvimg.apps.streaming import stream_blob
 from uvimg.cache import Cache
 from uvimg.core.access import AccessRules, Network, find_client, is_cross_site, is_rebound
 from uvimg.core.address import Digest, image_name, rendition_name, renditions_prefix
@@ -43,7 +44,7 @@ from uvimg.core.errors import (
 )
 from uvimg.core.form import FormReader, PartBegins, PartData, PartEnds
 from uvimg.core.formats import Format, media_type
-from uvimg.core.message import Content, FilePart, Request, Response
+from uvimg.core.message import Content, FilePart, Pieces, Request, Response
 from uvimg.core.negotiate import Failed, NotModified, Part, Unsatisfiable, Whole, choose_answer, http_date
 from uvimg.core.params import Params
 from uvimg.core.plan import Plan, Rules, Source, make_plan
@@ -304,7 +305,8 @@ class Images:
         if isinstance(answer, Response):
             return answer
         try:
-            content = await self._fetch(original, record, key) if body is None else body
+            pieces = None if body else await stream_blob(self._store, request, record, answer)
+            content = body or pieces or await self._fetch(original, record, key)
         except _CodedAnew:
             # Since it was found, and once only.
             return await self._show(request, query)
@@ -403,8 +405,11 @@ class Images:
     def _svg_headers(self) -> dict[str, str]:
         return {**dict(self._settings.image_headers), "Content-Security-Policy": _LOCKED_DOWN}
 
-    def _answer_image(self, answer: Whole | Part, record: Record, body: Content, origin: str) -> Response:
-        """200 or 206 with a representation. `origin` says for the metrics how it was come by."""
+    def _answer_image(self, answer: Whole | Part, record: Record, body: Content | Pieces, origin: str) -> Response:
+        """200 or 206 with a representation, of which pieces are what is to be sent already.
+
+        `origin` says for the metrics how it was come by.
+        """
         headers = self._image_headers(record)
         headers["Content-Type"] = record.type
         headers["Accept-Ranges"] = "bytes"
@@ -413,6 +418,8 @@ class Images:
         if isinstance(answer, Whole):
             return Response(200, headers, body, origin=origin)
         headers["Content-Range"] = f"bytes {answer.start}-{answer.stop - 1}/{record.size}"
+        if isinstance(body, Pieces):
+            return Response(206, headers, body, origin=origin)
         if isinstance(body, FilePart):
             return Response(206, headers, body.part(answer.start, answer.stop), origin=origin)
         return Response(206, headers, body[answer.start : answer.stop], origin=origin)

@@ -5,6 +5,7 @@ A shared cache is written the same way.
 
 import re
 
+from uvimg.core.bucket import parse_bucket
 from uvimg.core.place import Tcp
 from uvimg.core.redis import read_redis_url
 
@@ -16,7 +17,10 @@ _SERVERS = {
     "rediss+cluster": "rediss+cluster://HOST:PORT,HOST:PORT",
     "memcached": "memcached://HOST[:PORT],HOST[:PORT]",
 }
-SCHEMES = {"local": "local:DIR", "memory": "memory:", **_SERVERS}
+_BUCKETS = {"s3": "s3://BUCKET/PREFIX", "gs": "gs://BUCKET/PREFIX", "az": "az://CONTAINER/PREFIX"}
+# Those that need no server.
+NEAR_SCHEMES = ("local", "memory")
+SCHEMES = {"local": "local:DIR", "memory": "memory:", **_BUCKETS, **_SERVERS}
 CACHES = {"none": "none", **_SERVERS}
 
 # memcached's own.
@@ -32,6 +36,8 @@ def split_url(url: str) -> tuple[str, str]:
     scheme, colon, rest = url.partition(":")
     if not colon or scheme not in SCHEMES or (scheme == "memory") != (not rest):
         raise ValueError(f"'{hide_secrets(url)}' is not a store: write {' or '.join(SCHEMES.values())}")
+    if scheme in _BUCKETS:
+        parse_bucket(scheme, rest)
     if scheme in _SERVERS:
         _check_servers(scheme, url, rest)
     return scheme, rest

@@ -27,6 +27,10 @@ class UvimgError(Exception):
         return HTTPStatus(self.status).phrase
 
 
+class Elsewhere(Exception):
+    """What was asked for in this very call is not at hand: whether it is there at all takes waiting."""
+
+
 class LogicalError(UvimgError):
     """What Kyoto Tycoon answers where a record is there and should not be, or the other way round."""
 

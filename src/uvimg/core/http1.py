@@ -306,13 +306,14 @@ class Chunks:
 def encode_head(response: Response, date: str, *, keep_alive: bool, is_1_0: bool = False) -> bytes:
     """The status line and the header fields of an answer, up to the blank line.
 
-    A body in pieces ends with the connection where the client knows no chunks: it is not kept alive then.
+    A body in pieces that nobody has counted ends with the connection where the client knows no chunks: it is not kept
+    alive then.
     """
     status = response.status
     lines = [_STATUS_LINES[status], f"Date: {date}\r\nServer: uvimg\r\n"]
     lines += [f"{name}: {value}\r\n" for name, value in response.headers.items()]
     # 304 and 204 have no body by their nature (RFC 9110 8.6).
-    if isinstance(response.body, Pieces):
+    if isinstance(response.body, Pieces) and response.body.size is None:
         if not is_1_0:
             lines.append("Transfer-Encoding: chunked\r\n")
     elif status not in (204, 304):
@@ -331,14 +332,15 @@ _STATUS_LINES = {status: f"HTTP/1.1 {status} {phrase}\r\n" for status, phrase in
 
 
 async def encode_pieces(pieces: Pieces, *, is_1_0: bool) -> AsyncIterator[bytes]:
-    """A body in pieces as it goes over the wire (RFC 9112 7.1)."""
+    """A body in pieces as it goes over the wire (RFC 9112 7.1): in chunks, unless the head has told its size."""
+    is_plain = is_1_0 or pieces.size is not None
     async for piece in pieces.pieces:
-        if is_1_0:
+        if is_plain:
             yield piece
         elif piece:
             # An empty one would be the end.
             yield b"%x\r\n%b\r\n" % (len(piece), piece)
-    if not is_1_0:
+    if not is_plain:
         yield b"0\r\n\r\n"
 
 

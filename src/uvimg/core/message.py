@@ -68,14 +68,16 @@ Content = bytes | FilePart
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A body that is made while it is sent, of a size that nobody knows before: asked for a piece when the client has
-    taken those before. Where making fails in the middle, so does the connection: the answer must not look whole.
+    """A body that is made while it is sent: asked for a piece when the client has taken those before. Where making
+    fails in the middle, so does the connection: the answer must not look whole.
 
-    `close` frees what makes it, also where nobody has asked for a piece yet.
+    `close` frees what makes it, also where nobody has asked for a piece yet. `size` is None where nobody knows it
+    before; where it is known, it is what all pieces have together.
     """
 
     pieces: AsyncIterator[bytes]
     close: Callable[[], None] = lambda: None
+    size: int | None = None
 
 
 @dataclass(slots=True)
@@ -98,9 +100,9 @@ class Response:
 
     @property
     def size(self) -> int:
-        """Of the body in bytes; 0 for one in pieces."""
+        """Of the body in bytes; 0 for one in pieces that nobody has counted."""
         if isinstance(self.body, Pieces):
-            return 0
+            return self.body.size or 0
         return self.body.size if isinstance(self.body, FilePart) else len(self.body)
 
     def release(self) -> None:

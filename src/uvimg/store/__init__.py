@@ -10,13 +10,13 @@ Rule: a backend's foreign errors become StoreDown and StoreFull at its own edge.
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, runtime_checkable
 
 import msgspec
 
 from uvimg.core.address import Digest
 from uvimg.core.backend import split_url
-from uvimg.core.message import Content
+from uvimg.core.message import Content, Pieces
 from uvimg.store.guard import Guard
 
 Durability = Literal["commit", "os"]
@@ -69,7 +69,11 @@ class Measures(msgspec.Struct, frozen=True):
 
 
 class Near(Protocol):
-    """The reads of a store that can answer in this very call."""
+    """The reads of a store that can answer in this very call.
+
+    One that has only some of it at hand raises Elsewhere for the record of a name that it does not know, and gives no
+    blob (None) that it does not have.
+    """
 
     def version(self) -> int:
         """Another number after every change, whichever process made it; a change that was answered is counted."""
@@ -189,6 +193,14 @@ class Store(Protocol):
     async def close(self) -> None: ...
 
 
+@runtime_checkable
+class Streams(Protocol):
+    """A store that is so far away that a large blob is better sent on while it comes, and a part of it alone."""
+
+    async def stream(self, digest: Digest, start: int, stop: int) -> Pieces | None:
+        """The bytes from start to stop; None where there is no such blob, or a shorter one."""
+
+
 def find_look(store: Store) -> Look | None:
     """`look` of a store that has one."""
     look: Look | None = getattr(store, "look", None)
@@ -216,6 +228,11 @@ def open_store(
             from uvimg.store.memory import MemoryStore
 
             return MemoryStore()
+        case "s3" | "gs" | "az":
+            from uvimg.core.bucket import parse_bucket
+            from uvimg.store.objects import ObjectStore
+
+            return ObjectStore(parse_bucket(scheme, rest), timeout_s)
         case "redis" | "rediss" | "redis+cluster" | "rediss+cluster":
             # Only here: redis-py takes long to load.
             from uvimg.store.redis import RedisStore

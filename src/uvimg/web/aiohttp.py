@@ -277,6 +277,8 @@ class _PiecesAnswer(web.StreamResponse):
 
     def __init__(self, response: Response, body: Pieces) -> None:
         super().__init__(status=response.status, headers=response.headers)
+        if body.size is not None:
+            self.content_length = body.size
         self._response = response
         self._pieces: Pieces | None = body
         self._transport: asyncio.Transport | None = None
@@ -287,10 +289,11 @@ class _PiecesAnswer(web.StreamResponse):
 
     async def prepare(self, request: web.BaseRequest) -> Any:
         self._transport = request.transport
-        if request.version >= (1, 1):
-            self.enable_chunked_encoding()
-        else:
-            self.force_close()
+        if self.content_length is None:
+            if request.version >= (1, 1):
+                self.enable_chunked_encoding()
+            else:
+                self.force_close()
         if request.method == "HEAD":
             self._pieces = None
         return await super().prepare(request)

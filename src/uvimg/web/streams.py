@@ -289,8 +289,8 @@ class _Conversation(Timed):
     async def _send(self, stream: Stream, response: Response, head: Head | None) -> bytes | None:
         """The answer as it was written, where it was written whole."""
         is_1_0 = head is not None and head.is_1_0
-        # Without chunks a body in pieces ends with its connection.
-        self._last = self._last or (is_1_0 and isinstance(response.body, Pieces))
+        # Without chunks a body that nobody has counted ends with its connection.
+        self._last = self._last or (is_1_0 and isinstance(response.body, Pieces) and response.body.size is None)
         start = encode_head(
             response,
             http_date(int(time.time())),

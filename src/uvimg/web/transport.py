@@ -301,7 +301,7 @@ class _Connection(Connection):
             await self._until_writable()
         part = response.body
         if isinstance(part, Pieces) and head.method != "HEAD":
-            self._last = self._last or head.is_1_0
+            self._last = self._last or (head.is_1_0 and part.size is None)
             start = self._encode_head(response, head)
             async for piece in encode_pieces(part, is_1_0=head.is_1_0):
                 self._write([start, piece])
