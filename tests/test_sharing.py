@@ -25,7 +25,7 @@ from uvimg.config import ConfigError, load
 from uvimg.core.address import image_name, rendition_name, value_name
 from uvimg.core.coding import coding_name
 from uvimg.core.sharing import may_be_shared
-from uvimg.store import Record, find_look, open_store
+from uvimg.store import Record, Streams, find_look, open_store
 from uvimg.store.memory import MemoryStore
 from uvimg.store.sharing import MAX_SHARED_BYTES, SharedCache, SharingStore, open_cache
 
@@ -126,6 +126,15 @@ async def test_a_store_that_looks_at_several_names_at_once_does_so_beside_the_ca
         assert has_bytes(rendition, b"small")
         assert (await look([image, large]))[0][1] == make_record(make_bytes(MAX_SHARED_BYTES + 1))
         assert await look([image]) == ([make_record(b"original")], b"original")
+
+
+@pytest.mark.parametrize(("url", "streams"), [("memory:", False), ("s3://bucket?endpoint=http://127.0.0.1:1", True)])
+async def test_large_blobs_are_sent_on_while_they_come_where_the_store_can(url: str, streams: bool) -> None:
+    cache = open_cache("memcached://127.0.0.1:1", 2)
+    assert cache is not None
+    store = SharingStore(open_store(url), cache, 60)
+    assert isinstance(store, Streams) == streams
+    await store.close()
 
 
 async def test_what_the_store_has_already_stays_there(program: Program) -> None:

@@ -22,7 +22,7 @@ from uvimg.core.backend import split_cache
 from uvimg.core.errors import StoreDown, UvimgError
 from uvimg.core.message import Content
 from uvimg.core.sharing import may_be_shared
-from uvimg.store import Decide, Finding, Incoming, Look, Measures, Near, Record, Store, find_look
+from uvimg.store import Decide, Finding, Incoming, Look, Measures, Near, Record, Store, Streams, find_look
 from uvimg.store.guard import Guard
 
 log = logging.getLogger("uvimg.store")
@@ -88,6 +88,9 @@ class SharingStore:
         self._store, self._cache, self._ttl_s, self._secret = store, cache, ttl_s, secret
         self._store_look = find_look(store)
         self.look: Look | None = None if self._store_look is None else self._look_in_both
+        if isinstance(store, Streams):
+            # Blobs that are large enough for that are none of the cache's.
+            self.stream = store.stream
         self._is_full = False
         self.tally = Counts()
 
