@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench import caches, corpus, echoes, keyvalue, nginx, php, published, serving, thumbor
+from bench import caches, corpus, echoes, keyvalue, nginx, php, published, serving, stores, thumbor
 from bench.exchange import Ask, exchange
 from bench.load import Idle, KeepAlive, Load, NewConnections
 from bench.makers import (
@@ -505,7 +505,31 @@ _ECHO = Suite(
     ),
 )
 
-SUITES = {suite.name: suite for suite in (_ECHO, _HELLO, _STATIC, _CONNECTIONS, _RESIZE, _SCRIPT, _MEMORY, _KV)}
+_NEAR = (
+    _cpu(stores.TIERED, 1.2, stores.LOCAL),
+    *(_cpu(variant, None, stores.LOCAL) for variant in stores.BARE[2:]),
+)
+_STORES = Suite(
+    "stores",
+    "The same image out of each store, 100 keep-alive connections",
+    (
+        (
+            Case(
+                "stored rendition, nothing at hand in memory",
+                Content.RENDITION,
+                KeepAlive(100),
+                stores.BARE,
+                (*_NEAR, Goal(stores.REDIS.name, "cpu_us", "at most", 120.0, stores.LOCAL.name, by="difference")),
+            ),
+        ),
+        (Case("original of 30 KB, nothing at hand in memory", Content.ORIGINAL, KeepAlive(100), stores.BARE, _NEAR),),
+        (Case("stored rendition, as it is installed", Content.RENDITION, KeepAlive(100), stores.INSTALLED, _NEAR),),
+    ),
+)
+
+SUITES = {
+    suite.name: suite for suite in (_ECHO, _HELLO, _STATIC, _CONNECTIONS, _RESIZE, _SCRIPT, _MEMORY, _KV, _STORES)
+}
 
 
 def make_site(folder: Path) -> Site:
