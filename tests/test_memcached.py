@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.backends import Program, find_port, list_memcached, start_memcached
-from tests.proxy import Mode, proxying
+from tests.faults import Fault, Network
 from tests.test_store import get, make_bytes, make_record, put
 from uvimg.core.backend import parse_servers
 from uvimg.core.errors import StoreDown, StoreFull
@@ -24,7 +24,8 @@ from uvimg.store.memcached_servers import Servers
 KEYS = [b"%d" % number for number in range(5_000)]
 # FAULT_SEED and FAULT_ROUNDS make other and longer forms of one of these.
 FAULT_SEED = int(os.environ.get("FAULT_SEED", "4869"))
-FAULTS: list[Mode] = ["delay", "cut", "silent", "refuse", "cut"] * int(os.environ.get("FAULT_ROUNDS", "1"))
+FAULT_ROUNDS = int(os.environ.get("FAULT_ROUNDS", "1"))
+FAULTS: tuple[Fault, ...] = ("delay", "cut", "half open", "black hole", "away", "cut")
 
 
 def test_each_server_has_its_share_of_the_keys() -> None:
@@ -417,22 +418,24 @@ async def test_faults_on_the_way_lose_nothing_that_was_acknowledged_and_give_no_
                 await asyncio.sleep(0.005)
             longest_s = max(longest_s, loop.time() - started)
 
-    async with proxying(memcached.port) as proxy, storing(proxy.port, timeout_s) as store:
-        for mode in FAULTS:
-            proxy.mode = mode
+    with Network(memcached.port) as network:
+        async with storing(network.port, timeout_s) as store:
+            for fault in FAULTS * FAULT_ROUNDS:
+                network.delay_s, network.cut_after = timeout_s / 10, chance.choice((3, 300, 30_000))
+                network.fault = fault
+                await asyncio.gather(*(work(store, name, 12) for name in possible))
+                network.fault = ""
+                async with asyncio.timeout(2):
+                    while True:
+                        with contextlib.suppress(StoreDown):
+                            await store.record(b"any")
+                            break
+                        await asyncio.sleep(0.01)
             await asyncio.gather(*(work(store, name, 12) for name in possible))
-            proxy.mode = "through"
-            async with asyncio.timeout(2):
-                while True:
-                    with contextlib.suppress(StoreDown):
-                        await store.record(b"any")
-                        break
-                    await asyncio.sleep(0.01)
-        await asyncio.gather(*(work(store, name, 12) for name in possible))
-        for name, values in possible.items():
-            record = await store.record(name)
-            assert record in [value and make_record(value) for value in values]
-            assert record is None or await get_whole(store, record) in values
+            for name, values in possible.items():
+                record = await store.record(name)
+                assert record in [value and make_record(value) for value in values]
+                assert record is None or await get_whole(store, record) in values
     assert done["well"] > 100
     assert done["away"] > 50
     # Some calls in a row, each of which is bounded; most of that is the machine's.

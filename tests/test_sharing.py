@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import hmac
 import random
 import secrets
 import threading
@@ -11,7 +12,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tests.backends import Program, start_memcached, start_redis
 from tests.conftest import Server, make_photo
@@ -22,7 +25,7 @@ from uvimg.config import ConfigError, load
 from uvimg.core.address import image_name, rendition_name, value_name
 from uvimg.core.coding import coding_name
 from uvimg.core.sharing import may_be_shared
-from uvimg.store import Record, find_look, open_store
+from uvimg.store import Record, Streams, find_look, open_store
 from uvimg.store.memory import MemoryStore
 from uvimg.store.sharing import MAX_SHARED_BYTES, SharedCache, SharingStore, open_cache
 
@@ -52,6 +55,10 @@ async def sharing(url: str, secret: bytes = b"", timeout_s: float = 2) -> AsyncI
         yield store
     finally:
         await store.close()
+
+
+def make_picture(data: bytes) -> Record:
+    return replace(make_record(data), inline=data)
 
 
 def has_bytes(record: Record | None, data: bytes) -> bool:
@@ -121,6 +128,15 @@ async def test_a_store_that_looks_at_several_names_at_once_does_so_beside_the_ca
         assert await look([image]) == ([make_record(b"original")], b"original")
 
 
+@pytest.mark.parametrize(("url", "streams"), [("memory:", False), ("s3://bucket?endpoint=http://127.0.0.1:1", True)])
+async def test_large_blobs_are_sent_on_while_they_come_where_the_store_can(url: str, streams: bool) -> None:
+    cache = open_cache("memcached://127.0.0.1:1", 2)
+    assert cache is not None
+    store = SharingStore(open_store(url), cache, 60)
+    assert isinstance(store, Streams) == streams
+    await store.close()
+
+
 async def test_what_the_store_has_already_stays_there(program: Program) -> None:
     async with sharing(url_of(program)) as store:
         await put(store, NAME, make_bytes(MAX_SHARED_BYTES + 1))
@@ -146,12 +162,18 @@ async def test_what_is_damaged_foreign_or_moved_in_the_cache_is_a_miss(program: 
         for wrong in (b"", b"x", item[:-1], item[:32], item + b"x", item[32:], *map(bytes, flipped)):
             await cache.set(key, wrong, 60)
             assert await store.record(NAME) is None
+        for change in ({"type": "text/html"}, {"type": "image/x\r\nA: b"}, {"created_s": 1 << 60}, {"size": 1}):
+            await cache.set(key, await store._seal(NAME, replace(make_picture(data), **change)), 60)
+            assert await store.record(NAME) is None
+        deep = b"\x92" + msgspec.msgpack.encode(NAME) + b"\x91" * 100_000
+        await cache.set(key, hmac.digest(b"", deep, "sha256") + deep, 60)
+        assert await store.record(NAME) is None
         other = rendition_name(ORIGINAL, "w200")
         await cache.set(b"uvimg1:s:" + hashlib.sha256(other).hexdigest().encode(), item, 60)
         assert await store.record(other) is None
         await cache.set(key, item, 60)
         assert has_bytes(await store.record(NAME), data)
-        assert store.tally.damaged == 57
+        assert store.tally.damaged == 62
 
 
 async def test_with_a_secret_what_others_have_put_there_does_not_count(program: Program) -> None:
@@ -240,6 +262,33 @@ async def test_a_cache_that_accepts_and_never_answers_makes_nobody_wait_for_long
             assert await put(store, NAME, b"data") == make_record(b"data")
         assert loop.time() - started < 5
     hole.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"-\xff\xfe\r\n",
+        b"*1\r\n$1\r\nx\r\n",
+        b":5\r\n",
+        b"$5\r\nab",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"*1\r\n" * 100_000,
+    ],
+)
+async def test_a_redis_that_answers_oddly_is_a_miss(answer: bytes) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10_000)
+        writer.write(answer)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        writer.close()
+
+    odd = await asyncio.start_server(talk, "127.0.0.1", 0)
+    async with sharing(f"redis://127.0.0.1:{odd.sockets[0].getsockname()[1]}") as store:
+        for _ in range(3):
+            assert await store.record(NAME) is None
+            assert await put(store, NAME, b"data") == make_record(b"data")
+    odd.close()
 
 
 @pytest.mark.parametrize(

@@ -406,7 +406,7 @@ def _read_entry(name: bytes, item: bytes | None) -> _Entry | None:
         return None
     try:
         entry = _decode_entry(item)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         log.error("an item of a name is none of ours, and is taken for none")
         return None
     return entry if entry.name == name else None
@@ -417,7 +417,7 @@ def _read_head(item: bytes | None) -> _Head | None:
         return None
     try:
         return _decode_head(item)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         log.error("an item of a blob is none of ours, and is taken for none")
         return None
 

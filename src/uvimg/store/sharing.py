@@ -17,12 +17,12 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from uvimg.core.address import Digest
+from uvimg.core.address import RENDITIONS, Digest
 from uvimg.core.backend import split_cache
 from uvimg.core.errors import StoreDown, UvimgError
 from uvimg.core.message import Content
 from uvimg.core.sharing import may_be_shared
-from uvimg.store import Decide, Finding, Incoming, Look, Measures, Near, Record, Store, find_look
+from uvimg.store import Decide, Finding, Incoming, Look, Measures, Near, Record, Store, Streams, find_look
 from uvimg.store.guard import Guard
 
 log = logging.getLogger("uvimg.store")
@@ -35,6 +35,8 @@ _MAX_ITEM_BYTES = (1 << 20) - 1024
 # A seal of this much takes a seventh of a millisecond; more is worth waking a thread for.
 _SEALED_AT_ONCE_BYTES = 262_144
 _SEAL_BYTES = 32
+# Of the year 9999: no head's date is later.
+_LAST_SECOND = 253_402_300_799
 
 
 class SharedCache(Protocol):
@@ -86,6 +88,9 @@ class SharingStore:
         self._store, self._cache, self._ttl_s, self._secret = store, cache, ttl_s, secret
         self._store_look = find_look(store)
         self.look: Look | None = None if self._store_look is None else self._look_in_both
+        if isinstance(store, Streams):
+            # Blobs that are large enough for that are none of the cache's.
+            self.stream = store.stream
         self._is_full = False
         self.tally = Counts()
 
@@ -229,10 +234,9 @@ class SharingStore:
             return None
         try:
             named, record = _decode(content)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             return None
-        is_sound = named == name and (record.inline is None or len(record.inline) == record.size)
-        return record if is_sound else None
+        return record if named == name and _is_sound(name, record) else None
 
     def _make_seal(self, content: bytes) -> bytes:
         # 4 µs for 3 KB, 57 for 100 KB. Without a secret it finds damage alone.
@@ -338,6 +342,15 @@ async def _give_to_store(blob: Incoming | None) -> Incoming | None:
 async def _hash_aside(size: int, work: Callable[[], T]) -> T:
     """Hash so many bytes, in a thread where it takes long."""
     return work() if size <= _SEALED_AT_ONCE_BYTES else await asyncio.to_thread(work)
+
+
+def _is_sound(name: bytes, record: Record) -> bool:
+    """Whether a head can be made of it. Without a secret anybody may have written it."""
+    is_type = record.type.isascii() and record.type.isprintable()
+    if name.startswith(RENDITIONS):
+        is_type = is_type and record.type.startswith("image/")
+    is_whole = record.inline is None or len(record.inline) == record.size
+    return is_type and is_whole and 0 <= record.created_s <= _LAST_SECOND
 
 
 def _key(name: bytes) -> bytes:
