@@ -48,7 +48,7 @@ from uvimg.store.redis_step import (
     make_version,
     read_record,
 )
-from uvimg.store.spool import Spool, open_nameless, translate_file_error
+from uvimg.store.spool import Spool, open_nameless, translate_file_error, write_all
 from uvimg.store.strays import find_strays
 
 # Up to here a blob is given out as bytes, above as a file.
@@ -129,7 +129,7 @@ class RedisStore:
                     # Its last name has gone meanwhile.
                     file.close()
                     return None
-                await asyncio.to_thread(file.write, piece)
+                await asyncio.to_thread(write_all, file, piece)
         except OSError as exc:
             file.close()
             raise translate_file_error(exc) from exc
@@ -452,7 +452,7 @@ class RedisStore:
             key = self._bases[partition] + b"u/" + digest
             cursor, members = await self._servers.ask(partition, "SSCAN", key, cursor, "COUNT", _PAGE, is_long=True)
             yield [Use(digest, member[:VERSION_BYTES], member[VERSION_BYTES:]) for member in members]
-            if not int(cursor):
+            if cursor == b"0":
                 return
 
     async def _are_held(self, uses: Sequence[Use]) -> list[bool]:

@@ -97,15 +97,20 @@ class Spool:
         if self._file is None:
             self._file = open_nameless()
         for data in self._held:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            write_all(self._file, data)
         self._held = []
 
 
 def open_nameless() -> BinaryIO:
     """A temporary file that nobody else sees."""
     return cast(BinaryIO, tempfile.TemporaryFile(buffering=0))
+
+
+def write_all(file: BinaryIO, data: bytes) -> None:
+    """One write of an unbuffered file may take less than it is given."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def translate_file_error(exc: OSError) -> UvimgError:
