@@ -97,7 +97,7 @@ class Spool:
         if self._file is None:
             self._file = open_nameless()
         for data in self._held:
-            write_all(self._file, data)
+            _write_all(self._file, data)
         self._held = []
 
 
@@ -106,8 +106,17 @@ def open_nameless() -> BinaryIO:
     return cast(BinaryIO, tempfile.TemporaryFile(buffering=0))
 
 
-def write_all(file: BinaryIO, data: bytes) -> None:
-    """One write of an unbuffered file may take less than it is given."""
+async def write_all(file: BinaryIO, data: bytes) -> None:
+    """Write to an unbuffered file, in a thread, and wait for that in any case: whoever goes closes the file."""
+    writing = asyncio.ensure_future(asyncio.to_thread(_write_all, file, data))
+    try:
+        await asyncio.shield(writing)
+    finally:
+        await asyncio.gather(writing, return_exceptions=True)
+
+
+def _write_all(file: BinaryIO, data: bytes) -> None:
+    # One write may take less than it is given.
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
