@@ -1,8 +1,8 @@
 """A store in Redis, in a Redis Cluster, or in what speaks their protocol (Valkey, Kvrocks).
 
-Every change is one script (`_STEP`): it does nothing where a name has another record than the one that was decided
-upon, and then it is decided again. So all names of a partition change at once; on one server that is all names there
-are. On a cluster the names of one call may lie in several partitions (core/redis.py): these change one after the
+Every change is one script (redis_step.py): it does nothing where a name has another record than the one that it was
+decided by, and then it is decided again. So all names of a partition change at once; on one server that is all names
+there are. On a cluster the names of one call may lie in several partitions (core/redis.py): these change one after the
 other, a blob's own before the others when it comes and after them when it goes, and a lease keeps others away from
 that image meanwhile. Whoever dies in the middle leaves an image under one of its names, or a blob to collect.
 
@@ -15,7 +15,7 @@ Keys of a partition, behind its prefix and tag:
     names          all names, in order          due, due/GROUP  names that expire, by their second
     b/DIGEST       a blob in one piece          c/DIGEST        one in several: a hash of pieces, and `head`
     u/DIGEST       its uses: version and name   blobs           digests of all that have a use
-    l/DIGEST       the lease on an image
+    l/NAME         the lease on an image, by the name of its digest
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from uvimg.store.redis_step import (
     make_version,
     read_record,
 )
-from uvimg.store.spool import Spool, open_nameless, translate_file_error
+from uvimg.store.spool import Spool, open_nameless, translate_file_error, write_all
 from uvimg.store.strays import find_strays
 
 # Up to here a blob is given out as bytes, above as a file.
@@ -121,21 +121,24 @@ class RedisStore:
         if size <= _MOST_HELD_BYTES:
             found = await self._servers.ask_all([(partition, command) for command in commands])
             return None if None in found else b"".join(found)
-        file = open_nameless()
+        return await self._fetch(partition, commands, size)
+
+    async def _fetch(self, partition: int, commands: Sequence[Command], size: int) -> FilePart | None:
+        """The pieces of a blob as a file; None where its last name goes meanwhile."""
         try:
-            for command in commands:
-                piece = await self._servers.ask(partition, *command, is_long=True)
-                if piece is None:
-                    # Its last name has gone meanwhile.
-                    file.close()
-                    return None
-                await asyncio.to_thread(file.write, piece)
+            file = open_nameless()
+            try:
+                for command in commands:
+                    piece = await self._servers.ask(partition, *command, is_long=True)
+                    if piece is None:
+                        file.close()
+                        return None
+                    await write_all(file, piece)
+            except BaseException:
+                file.close()
+                raise
         except OSError as exc:
-            file.close()
             raise translate_file_error(exc) from exc
-        except BaseException:
-            file.close()
-            raise
         return FilePart(file, 0, size)
 
     async def look(self, names: Sequence[bytes]) -> tuple[list[Record | None], bytes | None]:
@@ -320,20 +323,19 @@ class RedisStore:
         if not names:
             return []
         change = Change(names, decide, blob, self._bases)
-        async with contextlib.AsyncExitStack() as stack:
-            for turn in [self._turns.setdefault(name, asyncio.Lock()) for name in sorted(names)]:
-                await stack.enter_async_context(turn)
+        try:
             if blob is not None and blob.size > PIECE_BYTES:
                 await self._carry(change, blob)
-            try:
+            async with contextlib.AsyncExitStack() as stack:
+                for turn in [self._turns.setdefault(name, asyncio.Lock()) for name in sorted(names)]:
+                    await stack.enter_async_context(turn)
                 if leased and len({find_partition(name, self._partitions) for name in names}) > 1:
                     await stack.enter_async_context(self._lease(leased))
-                raws = [None] * len(names) if taken_for_new else await self._read_raw(names)
-                change.look(names, raws)
+                change.look(names, [None] * len(names) if taken_for_new else await self._read_raw(names))
                 await self._carry_out(change)
-            finally:
-                # What has a record by now has a use of its own.
-                await self._release(change.loose)
+        finally:
+            # What has a record by now has a use of its own.
+            await self._release(change.loose)
         return change.outcome
 
     async def _carry_out(self, change: Change) -> None:
@@ -452,7 +454,7 @@ class RedisStore:
             key = self._bases[partition] + b"u/" + digest
             cursor, members = await self._servers.ask(partition, "SSCAN", key, cursor, "COUNT", _PAGE, is_long=True)
             yield [Use(digest, member[:VERSION_BYTES], member[VERSION_BYTES:]) for member in members]
-            if not int(cursor):
+            if cursor == b"0":
                 return
 
     async def _are_held(self, uses: Sequence[Use]) -> list[bool]:

@@ -97,15 +97,29 @@ class Spool:
         if self._file is None:
             self._file = open_nameless()
         for data in self._held:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            _write_all(self._file, data)
         self._held = []
 
 
 def open_nameless() -> BinaryIO:
     """A temporary file that nobody else sees."""
     return cast(BinaryIO, tempfile.TemporaryFile(buffering=0))
+
+
+async def write_all(file: BinaryIO, data: bytes) -> None:
+    """Write to an unbuffered file, in a thread, and wait for that in any case: whoever goes closes the file."""
+    writing = asyncio.ensure_future(asyncio.to_thread(_write_all, file, data))
+    try:
+        await asyncio.shield(writing)
+    finally:
+        await asyncio.gather(writing, return_exceptions=True)
+
+
+def _write_all(file: BinaryIO, data: bytes) -> None:
+    # One write may take less than it is given.
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def translate_file_error(exc: OSError) -> UvimgError:
