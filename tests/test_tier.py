@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.backends import S3
+from tests.backends import S3, Program
 from tests.conftest import Server, make_photo
 from tests.faults import Network
 from uvimg.config import ConfigError, load
@@ -338,6 +338,26 @@ def test_what_is_in_use_does_not_wait_for_the_store(
         assert time.monotonic() - began_s < 0.4
         time.sleep(0.02)
     assert network.received > before
+
+
+def test_a_rendition_of_the_shared_cache_is_near_too(
+    start_server: Callable[..., Server], s3: S3, network: Network, redis_server: Program, tmp_path: Path
+) -> None:
+    settings = {"store": s3.url(network.port), "cache": f"redis://127.0.0.1:{redis_server.port}"}
+    one = start_server(**settings)
+    md5 = one.upload(make_photo(5, 400, 300))
+    rendition = one.get(f"/{md5}?w=100").content
+    other = start_server(**settings, tier=str(tmp_path / "tier"), tier_valid_s=60, cache_size=0)
+    for _ in range(3):
+        assert other.get(f"/{md5}?w=100").content == rendition
+    # Once the folder has it.
+    deadline = time.monotonic() + 5
+    while (answer := other.get("/metrics").text) and 'uvimg_tier_blobs_total{how="here"} 0' in answer:
+        assert time.monotonic() < deadline
+        assert other.get(f"/{md5}?w=100").content == rendition
+    network.fault = "away"
+    assert other.get(f"/{md5}?w=100").content == rendition
+    assert 'kind="made"' not in other.get("/metrics").text
 
 
 def test_the_whole_of_a_large_document_comes_once(

@@ -293,13 +293,13 @@ class Bucket:
 
     def _absent(self, exc: FileNotFoundError) -> None:
         """Not every 404 means that there is no such object."""
-        if "NoSuchBucket" in str(exc) or "ContainerNotFound" in str(exc):
+        if _tells_of_no_bucket(exc):
             raise _NoBucket from exc
 
     def _translate(self, exc: Exception) -> UvimgError | None:
         from obstore.exceptions import BaseError, NotSupportedError
 
-        if isinstance(exc, _NoBucket):
+        if isinstance(exc, _NoBucket) or _tells_of_no_bucket(exc):
             return StoreDown(f"There is no bucket {self._place.bucket}.")
         if isinstance(exc, NotSupportedError) or ("501 Not Implemented" in str(exc)):
             return _unsafe(self.guard.name)
@@ -311,6 +311,12 @@ class Bucket:
 
 class _NoBucket(Exception):
     """Nothing can be there."""
+
+
+def _tells_of_no_bucket(exc: Exception) -> bool:
+    return any(
+        mark in str(exc) for mark in ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
+    )
 
 
 # By their codes, in whatever dialect.
