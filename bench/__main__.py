@@ -9,16 +9,18 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from tqdm import tqdm
 
 from bench import compression, document, report, variants
-from bench.result import Result, compare
-from bench.rounds import Subject, measure
+from bench.programs import find_missing
+from bench.result import Result, Section, compare
+from bench.rounds import Subject, count_rounds, measure
 from bench.serving import BenchError
-from bench.site import Site, Variant, find_missing
+from bench.site import Site, Variant
 from bench.variants import SUITES, Suite
 
 
@@ -44,6 +46,8 @@ def main(
         return 130
 
 
+# Of a run that is only for a look.
+_QUICK_S, _QUICK_ROUNDS = 0.4, 3
 # Where the load average is above this, somebody else works here too.
 _QUIET = 0.5
 
@@ -62,7 +66,11 @@ def _make_parser(suites: dict[str, Suite]) -> argparse.ArgumentParser:
     )
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=" · ".join([*suites, compression.NAME, "all"]))
     parser.add_argument("--list", action="store_true", help="what there is to measure")
-    parser.add_argument("--quick", action="store_true", help="3 rounds of 1 s: for a look, not for a claim")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"{_QUICK_ROUNDS} rounds of {_QUICK_S:g} s, for a look, not for a claim; of all, what was published",
+    )
     parser.add_argument("--seconds", type=_positive(float), metavar="S", help="length of a round; default 2")
     parser.add_argument("--rounds", type=_positive(int), metavar="N", help="rounds of each; default 5")
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="servers whose names have WORD")
@@ -117,34 +125,66 @@ def _list_suites(suites: Iterable[Suite]) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What of all that there is was asked for."""
+
+    suites: dict[str, Suite]
+    cases: tuple[str, ...]
+    servers: tuple[str, ...]
+    # `all --quick` keeps to this, to come to its end within minutes.
+    published_only: bool
+
+    def wants(self, section: Section) -> bool:
+        return _matches(section.name, self.cases) and not self.leaves(section)
+
+    def leaves(self, section: Section) -> bool:
+        return self.published_only and not section.published
+
+    def wants_text(self, section: Section, row: str) -> bool:
+        """Of the suite zstd, where rows may be chosen as cases are elsewhere."""
+        names = row or section.name
+        return _matches(names, self.cases) and _matches(names, self.servers) and not self.leaves(section)
+
+    def choose(self, against: Sequence[Variant]) -> list[list[Subject]]:
+        """Those that are measured in the same rounds."""
+        return [
+            [
+                Subject(name, case, variant)
+                for case in group
+                if self.wants(case.section)
+                for variant in (*(each for each in case.variants if _matches(each.name, self.servers)), *against)
+            ]
+            for name, suite in self.suites.items()
+            for group in suite.groups
+        ]
+
+
 def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Callable[[Path], Site]) -> int:
     for name in arguments.suites:
         if name not in (*suites, compression.NAME, "all"):
             raise BenchError(f"there is no suite {name!r}; there are {', '.join(suites)}, {compression.NAME} and all")
-    with_compression = bool({compression.NAME, "all"} & set(arguments.suites))
-    names = list(suites) if "all" in arguments.suites else list(dict.fromkeys(arguments.suites))
+    is_all = "all" in arguments.suites
+    with_text = is_all or compression.NAME in arguments.suites
+    names = suites if is_all else [name for name in dict.fromkeys(arguments.suites) if name in suites]
+    choice = _Choice(
+        {name: suites[name] for name in names},
+        tuple(arguments.case),
+        tuple(arguments.only),
+        is_all and arguments.quick,
+    )
     old = report.read_json(arguments.compare) if arguments.compare else None
-    # Where Debian has nginx; only root's PATH has it.
+    # Where Debian has nginx and php-fpm; only root's PATH has it.
     os.environ["PATH"] += ":/usr/sbin"
     if missing := find_missing("taskset"):
         raise BenchError(missing)
-    seconds = arguments.seconds or (1.0 if arguments.quick else 2.0)
-    rounds = arguments.rounds or (3 if arguments.quick else 5)
-    groups = [
-        [
-            Subject(name, case, variant)
-            for case in group
-            if _matches(case.name, arguments.case)
-            for variant in (
-                *(each for each in case.variants if _matches(each.name, arguments.only)),
-                *arguments.against,
-            )
-        ]
-        for name in names
-        if name in suites
-        for group in suites[name].groups
-    ]
-    if not any(groups) and not with_compression:
+    seconds = arguments.seconds or (_QUICK_S if arguments.quick else 2.0)
+    rounds = arguments.rounds or (_QUICK_ROUNDS if arguments.quick else 5)
+    groups = choice.choose(arguments.against)
+    # The highest levels take seconds for one request.
+    text_rounds = 1 if arguments.quick else rounds
+    text_steps = compression.count_steps(text_rounds, choice.wants_text) if with_text else 0
+    if not any(groups) and not text_steps:
         raise BenchError("there is no such case or server; python -m bench --list shows all")
     if arguments.json:
         # Now, not after ten minutes of measuring.
@@ -156,46 +196,47 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     machine = report.describe_machine()
     print(" · ".join(f"{name} {value}" for name, value in machine.items()))
-    print(f"{rounds} rounds of {seconds:g} s")
+    how = f"{rounds} rounds of {seconds:g} s"
+    print(how)
     if float(machine["load average"]) > _QUIET:
         print("The machine is not quiet: figures vary more, and requests/s are worth little.")
     results: list[Result] = []
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        site = dataclasses.replace(make_site(Path(folder)), quick=arguments.quick) if any(groups) else None
-        # disable=None: only where somebody watches.
-        with tqdm(total=sum(map(len, groups)) * rounds, unit="round", disable=None, leave=False) as bar:
+    steps = text_steps + sum(
+        count_rounds(subject, rounds, quick=arguments.quick) for subjects in groups for subject in subjects
+    )
+    # disable=None: only where somebody watches.
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+        tqdm(total=steps, unit="round", disable=None, leave=False) as bar,
+    ):
 
-            def watch(name: str) -> None:
-                bar.set_description(name)
-                bar.update()
+        def watch(name: str) -> None:
+            bar.set_description(name)
+            bar.update()
 
-            for subjects in groups:
-                assert site is not None
+        def tell(suite: str, sections: Iterable[Section]) -> None:
+            for section in sections:
+                bar.write(report.format_section(suite, section, results))
+            sys.stdout.flush()
+
+        if any(groups):
+            site = dataclasses.replace(make_site(Path(folder)), quick=arguments.quick)
+            for subjects in filter(None, groups):
                 results += measure(subjects, site, seconds, rounds, watch)
-                for suite, case in dict.fromkeys((subject.suite, subject.case) for subject in subjects):
-                    bar.write(report.format_case(suite, case.name, results, case.goals, case.published))
-                sys.stdout.flush()
-        if with_compression:
-            # A row takes as long as five rounds.
-            with tqdm(unit=" rows", disable=None, leave=False) as bar:
-
-                def watch_row(name: str) -> None:
-                    bar.set_description(name)
-                    bar.update()
-
-                def is_wanted(name: str) -> bool:
-                    return _matches(name, arguments.case)
-
-                results += compression.run(arguments.text, seconds * rounds, Path(folder), watch_row, is_wanted)
+                tell(subjects[0].suite, dict.fromkeys(subject.case.section for subject in subjects))
+        if text_steps:
+            results += compression.run(arguments.text, seconds, text_rounds, Path(folder), watch, choice.wants_text)
+            tell(compression.NAME, _find_told(compression.NAME, compression.SECTIONS, results))
     if arguments.json:
         report.write_json(arguments.json, machine, seconds, results)
     if arguments.report:
-        measured = [
-            document.Chapter(suites[name], [case for case in suites[name].cases if _matches(case.name, arguments.case)])
-            for name in names
-            if name in suites
+        chapters = [
+            document.Chapter(name, suite.title, [case.section for case in suite.cases])
+            for name, suite in choice.suites.items()
         ]
-        document.write(arguments.report, machine, f"{rounds} rounds of {seconds:g} s", measured, results)
+        if with_text:
+            chapters.append(document.Chapter(compression.NAME, compression.TITLE, compression.SECTIONS))
+        document.write(arguments.report, machine, how, chapters, results)
         print(f"\n{arguments.report / 'index.html'}")
     failed = [result for result in results if result.outcome == "failed"]
     if failed:
@@ -208,7 +249,12 @@ def _run(arguments: argparse.Namespace, suites: dict[str, Suite], make_site: Cal
     return 1 if failed or slower else 0
 
 
-def _matches(name: str, words: list[str]) -> bool:
+def _find_told(suite: str, sections: Iterable[Section], results: Sequence[Result]) -> list[Section]:
+    told = {result.case for result in results if result.suite == suite}
+    return [section for section in sections if section.name in told]
+
+
+def _matches(name: str, words: Sequence[str]) -> bool:
     return not words or any(word.lower() in name.lower() for word in words)
 
 

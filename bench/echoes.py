@@ -19,6 +19,7 @@ import msgspec
 from bench.exchange import Ask
 from bench.load import summarise_cost
 from bench.messages import Counted, summarise
+from bench.programs import PYTHON, lacks_package
 from bench.result import Goal
 from bench.serving import BenchError, Cores, Launch, Server, find_port, pin
 from bench.site import Content, Site, Variant
@@ -26,9 +27,7 @@ from bench.work import Walk
 
 _HERE = Path(__file__).parent
 _PROGRAMS = _HERE / "rivals" / "echo"
-# Where scripts/bench-rivals puts what comes from a package index: apart from what uvimg runs with.
-_PYTHON = _HERE.parent / ".rivals" / "bin" / "python"
-_MIN_WARM_UP_S = 0.3
+_MIN_WARM_UP_S = 0.1
 # The client waits so long for its last messages, and then some.
 _END_S = 10.0
 
@@ -101,19 +100,7 @@ def _variant(
         port = find_port()
         return Launch((command(site, port),), (("127.0.0.1", port),))
 
-    return Variant(name, ours, launch, program=program, lacks=lambda: _lacks(package))
-
-
-@cache
-def _lacks(package: str) -> str:
-    if not package:
-        return ""
-    done = (
-        subprocess.run([_PYTHON, "-c", f"import {package}"], capture_output=True, check=False)
-        if _PYTHON.exists()
-        else None
-    )
-    return "" if done and done.returncode == 0 else f"{package} is not installed: scripts/bench-rivals"
+    return Variant(name, ours, launch, program=program, lacks=lambda: lacks_package(package) if package else "")
 
 
 def _ours(name: str, style: str, loop: str) -> Variant:
@@ -123,7 +110,7 @@ def _ours(name: str, style: str, loop: str) -> Variant:
 
 def _python(name: str, package: str, *more: str) -> Variant:
     program = str(_PROGRAMS / f"{package}_server.py")
-    return _variant(name, lambda site, port: (str(_PYTHON), program, str(port), *more), package=package)
+    return _variant(name, lambda site, port: (str(PYTHON), program, str(port), *more), package=package)
 
 
 def _launch_go(site: Site, port: int) -> tuple[str, ...]:
@@ -156,28 +143,6 @@ VARIANTS = (
     _ours("uvloop, curio-style streams", "curio-streams", "uvloop"),
     _ours("uvloop, sockets", "sockets", "uvloop"),
 )
-
-PUBLISHED_ON = "2016, Xeon E5-1620 v2, Linux 4.4, ten client processes"
-# Requests/s with messages of 1, 10 and 100 KiB.
-_PUBLISHED = {
-    "gevent": (30_540.3, 27_579.33, 13_456.87),
-    "Tornado": (19_862.53, 18_579.77, 6_806.3),
-    "Twisted": (23_681.5, 21_218.6, 11_616.9),
-    "curio": (25_143.43, 23_227.27, 14_639.9),
-    "curio streams": (19_152.4, 17_836.83, 11_129.03),
-    "Node.js": (44_055.13, 36_515.53, 11_460.23),
-    "Go": (103_263.87, 84_197.53, 28_327.6),
-    "asyncio": (41_419.8, 34_147.07, 12_636.63),
-    "asyncio streams": (17_729.0, 14_363.07, 8_923.0),
-    "uvloop": (105_458.6, 82_824.93, 23_495.23),
-    "uvloop streams": (31_930.27, 28_251.03, 11_155.1),
-}
-SIZES_KIB = (1, 10, 100)
-
-
-def tell_published(kib: int) -> dict[str, float]:
-    """Server → requests/s."""
-    return {name: figures[SIZES_KIB.index(kib)] for name, figures in _PUBLISHED.items()}
 
 
 def make_goals(kib: int) -> tuple[Goal, ...]:

@@ -134,13 +134,14 @@ def start_wrk(
     threads: int,
     cores: Cores,
     fields: Sequence[tuple[str, str]] = (),
+    timeout_s: int = TIMEOUT_S,
 ) -> Iterator["subprocess.Popen[str]"]:
     """wrk with a script from `write_wrk_script`. `stop_wrk` ends it and reads what it counted."""
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
         script.write(script_text)
         script.flush()
         # It is stopped by SIGINT: its own -d knows whole seconds only, and is for the case that we are killed.
-        command = ["wrk", f"-t{threads}", f"-c{connections}", "-d60m", f"--timeout={TIMEOUT_S}s", "-s", script.name]
+        command = ["wrk", f"-t{threads}", f"-c{connections}", "-d60m", f"--timeout={timeout_s}s", "-s", script.name]
         for name, value in fields:
             command += ["-H", f"{name}: {value}"]
         with start([*command, f"http://{address[0]}:{address[1]}{path}"], cores) as process:

@@ -11,7 +11,6 @@ import contextlib
 import http.client
 import os
 import shutil
-import string
 import subprocess
 import sys
 import time
@@ -22,13 +21,13 @@ from pathlib import Path
 import lmdb
 import msgspec
 
-from bench import serving
+from bench import nginx, published, serving
 from bench.exchange import Ask
 from bench.generators import count_threads, end_wrk, read_count, start_wrk, wait, write_wrk_script
 from bench.load import KeepAlive, NewConnections, summarise_cost
 from bench.result import Goal
 from bench.serving import Address, BenchError, Cores, Launch, Server
-from bench.site import Content, Site, Variant
+from bench.site import Content, Site, Variant, absent
 from uvimg.apps.values import make_record, receive_bytes
 from uvimg.core.address import value_name, values_prefix
 from uvimg.store.local import LocalStore
@@ -39,7 +38,6 @@ QUOTATION = (
     b"of the mind, that by a perseverance of delight in the continued and indefatigable generation of knowledge, "
     b"exceeds the short vehemence of any carnal pleasure. (Hobbes, Leviathan)"
 )
-_RIVALS = Path(__file__).parent / "rivals"
 _MANY, _MANY_QUICK, _FEW = 10_000_000, 1_000_000, 1_000
 _MIXED_KEYS = 100_000
 _DATABASE = b"bench"
@@ -111,20 +109,7 @@ async def fill(path: Path, count: int) -> None:
 
 
 def _launch_nginx(site: Site, content: Content, processes: int) -> Launch:
-    port = serving.find_port()
-    text = string.Template((_RIVALS / "nginx.conf.in").read_text()).safe_substitute(
-        USER="user root;" if os.geteuid() == 0 else "",
-        FOLDER=site.folder,
-        PROCESSES=1,
-        FILES=20_000,
-        HOST="127.0.0.1",
-        PORT=port,
-        REUSEPORT="",
-        TINY=QUOTATION.decode(),
-    )
-    conf = site.folder / f"nginx-{port}.conf"
-    conf.write_text(text.replace("/nginx.pid", f"/nginx-{port}.pid"))
-    return Launch((("nginx", "-c", str(conf), "-p", str(site.folder)),), (("127.0.0.1", port),))
+    return nginx.launch(site, tiny=QUOTATION)
 
 
 def _launch_kyoto(site: Site, content: Content, processes: int) -> Launch:
@@ -140,6 +125,7 @@ def _lack_kyoto() -> str:
 
 TRANSPORT, STREAMS, AIOHTTP = _uvimg("transport"), _uvimg("streams"), _uvimg("aiohttp")
 NGINX = ValueServer("nginx return 200", False, _launch_nginx, program="nginx", blind=True, path="/tiny.html")
+OLEG = absent("OlegDB", "it is in no package index: start it yourself, and name it by --against")
 KYOTO = ValueServer("kyototycoon", False, _launch_kyoto, lacks=_lack_kyoto)
 MIXED = _filled("uvimg transport", lambda site: _MIXED_KEYS)
 FEW = _filled("uvimg transport", lambda site: _FEW, "--memo-size=0")
@@ -327,38 +313,39 @@ def _count_syncs(folder: Path, seconds: float) -> float:
             path.unlink()
 
 
-PUBLISHED = "April 2014, 8 cores, wrk -t8 -c400: OlegDB 35,675 (a new connection each), Kyoto Tycoon 133,041 requests/s"
 FEW_KEYS = "any of 1,000 keys, 100 connections"
 
-# Name, load, servers, goals, published: what `variants` makes cases of.
+# Name, load, servers, goals, published where, and what: what `variants` makes cases of.
 ROWS = (
     (
         (
             "the quotation, 400 keep-alive connections",
             KeepAlive(400),
-            (TRANSPORT, STREAMS, AIOHTTP, NGINX, KYOTO),
+            (TRANSPORT, STREAMS, AIOHTTP, NGINX, KYOTO, OLEG),
             (
                 Goal(TRANSPORT.name, "cpu_us", "at most", 1.2, NGINX.name),
                 Goal(STREAMS.name, "cpu_us", "at most", None, NGINX.name),
                 Goal(AIOHTTP.name, "cpu_us", "at most", None, NGINX.name),
                 Goal(TRANSPORT.name, "rate", "at least", 1.1, KYOTO.name),
             ),
-            PUBLISHED,
+            published.VALUES_ON,
+            {KYOTO.name: published.KYOTO},
         ),
     ),
     (
         (
             "the quotation, a new connection for every request, 400 at a time",
             NewConnections(400),
-            (TRANSPORT, NGINX, KYOTO),
+            (TRANSPORT, NGINX, KYOTO, OLEG),
             (
                 Goal(TRANSPORT.name, "cpu_us", "at most", None, NGINX.name),
                 Goal(TRANSPORT.name, "rate", "at least", None, KYOTO.name),
             ),
-            PUBLISHED,
+            published.VALUES_ON,
+            {OLEG.name: published.OLEG},
         ),
     ),
-    (("95 % GET, 5 % PUT, 100,000 keys by Zipf's law, 400 connections", Mixed(400, 0.05), (MIXED,), (), ""),),
+    (("95 % GET, 5 % PUT, 100,000 keys by Zipf's law, 400 connections", Mixed(400, 0.05), (MIXED,), (), "", {}),),
     (
         (
             "durable PUT of new keys, 64 connections",
@@ -366,10 +353,11 @@ ROWS = (
             (TRANSPORT,),
             (Goal(TRANSPORT.name, "per_sync", "at least", 20.0),),
             "",
+            {},
         ),
     ),
     (
-        (FEW_KEYS, AnyKey(100, False), (FEW,), (Goal(FEW.name, "start_ms", "at most", 1000.0),), ""),
+        (FEW_KEYS, AnyKey(100, False), (FEW,), (Goal(FEW.name, "start_ms", "at most", 1000.0),), "", {}),
         (
             "any of ten million keys (of a million with --quick)",
             AnyKey(100, True),
@@ -380,6 +368,7 @@ ROWS = (
                 Goal(MANY.name, "start_ms", "at most", 1000.0),
             ),
             "",
+            {},
         ),
     ),
 )

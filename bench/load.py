@@ -36,14 +36,14 @@ from bench.work import Walk
 # How the requests of one load differ: not at all; not at all, but by the way that the others take through wrk;
 # in target and fields, 10,000 of them; in target and fields, every one.
 Variety = Literal["same", "same by Lua", "10,000", "never the same"]
-_MIN_WARM_UP_S = 0.3
+_MIN_WARM_UP_S = 0.1
 # Enough to look at answers with. Thousands take a while to be made, and are made again when they are counted.
 _LOOK_CONNECTIONS = 100
 # As the suite promises.
 _DIFFERENT = 10_000
 # As many as zimg's table was made with, and what is enough to see whether it works.
 _NEW_CONNECTIONS = 200_000
-_NEW_CONNECTIONS_QUICK = 20_000
+_NEW_CONNECTIONS_QUICK = 5_000
 _MOST_S = 300.0
 # The server has its first buffers, caches and code in memory.
 _FIRST_IDLE = 100
@@ -193,7 +193,7 @@ class NewConnections:
     def run(self, server: Server, asks: list[Ask], cores: Cores, seconds: float) -> dict[str, float]:
         for address, ask in zip(server.addresses, asks, strict=True):
             check(address, ask)
-        requests = _NEW_CONNECTIONS if seconds >= 2 else _NEW_CONNECTIONS_QUICK
+        requests = _NEW_CONNECTIONS if seconds >= 2 else max(_NEW_CONNECTIONS_QUICK, self.connections)
         before = server.cpu_s()
         with contextlib.ExitStack() as stack:
             running = []

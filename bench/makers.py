@@ -18,7 +18,6 @@ from bench.exchange import Ask, exchange, read_metrics
 from bench.serving import Address, BenchError, Launch
 from bench.site import Content, Site, Variant
 from bench.work import Picture, Task, Walk, draw, make_walk
-from uvimg import config
 
 # A level of intermediates takes a worker a tenth of a second, and all of them get their names at once.
 _STILL_S = 1.0
@@ -28,9 +27,13 @@ _INTERMEDIATES_S = 30.0
 def upload(address: Address, data: bytes) -> None:
     """To uvimg. BenchError when it is not taken."""
     connection = http.client.HTTPConnection(*address, timeout=30)
-    connection.request("POST", "/images", data, {"Content-Type": "image/jpeg"})
-    status = connection.getresponse().status
-    connection.close()
+    try:
+        connection.request("POST", "/images", data, {"Content-Type": "image/jpeg"})
+        status = connection.getresponse().status
+    except (OSError, http.client.HTTPException) as exc:
+        raise BenchError(f"no answer to an upload: {exc!r}") from None
+    finally:
+        connection.close()
     if status != 201:
         raise BenchError(f"uvimg answers an upload with {status}")
 
@@ -90,14 +93,6 @@ def _uvimg(
     return Variant(name, True, launch, ask_for=ask_for, lacks=lacks)
 
 
-def _knows(setting: str) -> bool:
-    return setting in {declaration.name for declaration in config.declarations()}
-
-
-def _needs(setting: str) -> Callable[[], str]:
-    return lambda: "" if _knows(setting) else f"this uvimg has no setting {setting}"
-
-
 # As many copies as it takes to have more different requests than connections with the shortest walk, `TYPED`.
 _COPIES = 4
 PLAIN = _uvimg("uvimg", copies=_COPIES)
@@ -105,7 +100,7 @@ PLAIN = _uvimg("uvimg", copies=_COPIES)
 # A flood fills its queue with few connections.
 SHORT_QUEUE = _uvimg(
     "uvimg",
-    lambda folder: ("--slow-queue-limit=16",) if _knows("slow_queue_limit") else ("--queue-limit=16",),
+    lambda folder: ("--slow-queue-limit=16",),
 )
 
 
@@ -126,12 +121,11 @@ def _write_tables(folder: Path) -> tuple[str, ...]:
     return (f"--config={file}",)
 
 
-BY_TABLE = _uvimg("uvimg by a table type", _write_tables, _spell_type, lacks=_needs("types"), copies=_COPIES)
+BY_TABLE = _uvimg("uvimg by a table type", _write_tables, _spell_type, copies=_COPIES)
 BY_SCRIPT = _uvimg(
     "uvimg by a Lua type",
     lambda folder: (f"--script={Path(__file__).parent / 'types.lua'}",),
     _spell_type,
-    lacks=_needs("script"),
     copies=_COPIES,
 )
 
@@ -157,10 +151,8 @@ def _count_names(address: Address) -> float:
     return sum(read_metrics(address, "uvimg_store_names").values())
 
 
-UNREDUCED = _uvimg(
-    "uvimg without intermediates", lambda folder: ("--intermediates-from=0",) if _knows("intermediates_from") else ()
-)
-REDUCED = _uvimg("uvimg with intermediates", settle=_await_intermediates, lacks=_needs("intermediates_from"))
+UNREDUCED = _uvimg("uvimg without intermediates", lambda folder: ("--intermediates-from=0",))
+REDUCED = _uvimg("uvimg with intermediates", settle=_await_intermediates)
 
 
 # Memory: as it is installed, and where no new worker hides what the old one did not give back.

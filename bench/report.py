@@ -10,9 +10,23 @@ import subprocess
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from bench.result import MEASURES, Change, Goal, Result, judge
+from bench.programs import THUMBOR, find_fpm, read_versions
+from bench.result import MEASURES, Change, Goal, Result, Section, judge
 from bench.serving import BenchError
+
+_VERSIONS = {
+    "nginx": ["nginx", "-v"],
+    "PHP": [find_fpm() or "php-fpm", "-v"],
+    "memcached": ["memcached", "-V"],
+    "redis": ["redis-server", "--version"],
+    "thumbor": [str(THUMBOR), "--version"],
+    "go": ["go", "version"],
+    "node": ["node", "--version"],
+    "wrk": ["wrk", "-v"],
+    "ab": ["ab", "-V"],
+}
 
 
 def describe_machine() -> dict[str, str]:
@@ -25,9 +39,9 @@ def describe_machine() -> dict[str, str]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in ("uvimg", "uvloop", "aiohttp")},
-        "nginx": _ask_version(["nginx", "-v"]),
-        "wrk": _ask_version(["wrk", "-v"]),
-        "ab": _ask_version(["ab", "-V"]),
+        **{name: _ask_version(command) for name, command in _VERSIONS.items()},
+        "PHP": _ask_version([find_fpm() or "php-fpm", "-v"]),
+        **read_versions(),
     }
 
 
@@ -40,45 +54,61 @@ def _ask_version(command: list[str]) -> str:
     return found[0] if found else "unknown"
 
 
-def format_case(suite: str, case: str, results: Sequence[Result], goals: Sequence[Goal], published: str = "") -> str:
+def format_section(suite: str, section: Section, results: Sequence[Result]) -> str:
     """The table of one case: medians with the least and the most of all rounds, then what is aimed at."""
-    lines = [f"\n{suite} · {case}", *_align(tabulate(suite, case, results))]
-    lines += [f"  {line}" for line in tell_missing(suite, case, results)]
-    lines += [f"  {line}" for line in tell_goals(suite, case, results, goals)]
-    if published:
-        lines.append(f"  published: {published}")
+    lines = [f"\n{suite} · {section.name}", *_align(tabulate(suite, section.name, results))]
+    lines += [f"  {line}" for line in tell_missing(suite, section.name, results)]
+    lines += [f"  {line}" for line in tell_goals(suite, section, results)]
+    if section.published:
+        lines.append(f"  published: {section.published}")
     return "\n".join(lines)
+
+
+# The title of a column with what others measured of what stands in the column before.
+PUBLISHED = "published"
 
 
 def tabulate(suite: str, case: str, results: Sequence[Result]) -> list[list[str]]:
     """What was measured in a case, a row each, below a row of titles."""
     rows = [row for row in results if (row.suite, row.case, row.outcome) == (suite, case, "measured")]
-    shown = [name for name in MEASURES if any(name in row.measures for row in rows)]
-    table = [["server", *(MEASURES[name].title for name in shown)]]
-    table += [[row.variant, *(_format_values(name, row.measures.get(name, ())) for name in shown)] for row in rows]
-    if any(row.published for row in rows) and "rate" in shown:
-        beside = shown.index("rate") + 2
-        table[0].insert(beside, "published")
+    table = [["server"], *([row.variant] for row in rows)]
+    for name in MEASURES:
+        if not any(name in row.measures for row in rows):
+            continue
+        table[0].append(MEASURES[name].title)
         for line, row in zip(table[1:], rows, strict=True):
-            line.insert(beside, f"{row.published:,.0f}" if row.published else "–")
+            line.append(_format_values(name, row.measures.get(name, ())))
+        if any(name in row.published for row in rows):
+            table[0].append(PUBLISHED)
+            for line, row in zip(table[1:], rows, strict=True):
+                line.append(format_figure(name, row.published.get(name)))
     return table
+
+
+def format_figure(measure: str, figure: float | None) -> str:
+    return "–" if figure is None else f"{figure:,.{MEASURES[measure].digits}f}"
 
 
 def tell_missing(suite: str, case: str, results: Sequence[Result]) -> list[str]:
     """A line for each that was not measured, with the reason and what others measured of it."""
-    return [
-        f"{row.variant}: {row.outcome.upper()}, {row.note}"
-        + (f" (published: {row.published:,.0f} requests/s)" if row.published else "")
-        for row in results
-        if (row.suite, row.case) == (suite, case) and row.outcome != "measured"
-    ]
+    lines = []
+    for row in results:
+        if (row.suite, row.case) != (suite, case) or row.outcome == "measured":
+            continue
+        figures = ", ".join(
+            f"{format_figure(name, figure)} {MEASURES[name].title}" for name, figure in row.published.items()
+        )
+        lines.append(
+            f"{row.variant}: {row.outcome.upper()}, {row.note}" + (f" (published: {figures})" if figures else "")
+        )
+    return lines
 
 
-def tell_goals(suite: str, case: str, results: Sequence[Result], goals: Sequence[Goal]) -> list[str]:
+def tell_goals(suite: str, section: Section, results: Sequence[Result]) -> list[str]:
     """A line for each goal of what was measured."""
-    rows = [row for row in results if (row.suite, row.case, row.outcome) == (suite, case, "measured")]
+    rows = [row for row in results if (row.suite, row.case, row.outcome) == (suite, section.name, "measured")]
     measured = {row.variant: row for row in rows}
-    return [_format_goal(goal, measured[goal.variant], results) for goal in goals if goal.variant in measured]
+    return [_format_goal(goal, measured[goal.variant], results) for goal in section.goals if goal.variant in measured]
 
 
 def _format_values(name: str, values: Sequence[float]) -> str:
@@ -87,7 +117,7 @@ def _format_values(name: str, values: Sequence[float]) -> str:
     digits = MEASURES[name].digits
     middle = f"{statistics.median(values):,.{digits}f}"
     # Whole distributions say enough of the others.
-    if name not in ("cpu_us", "rate", "connection_kib") or len(values) < 2:
+    if name not in ("cpu_us", "cpu_ms", "rate", "connection_kib") or len(values) < 2:
         return middle
     return f"{middle} [{min(values):,.{digits}f}–{max(values):,.{digits}f}]"
 
@@ -138,14 +168,17 @@ def read_json(file: Path) -> list[Result]:
     """The results of an older run. BenchError when the file holds none."""
     try:
         entries = json.loads(file.read_text())["results"]
-        return [
-            Result(**{**entry, "measures": {name: tuple(values) for name, values in entry["measures"].items()}})
-            for entry in entries
-        ]
+        return [_read_result(entry) for entry in entries]
     except OSError as exc:
         raise BenchError(f"{file}: {exc.strerror}") from exc
     except (ValueError, TypeError, KeyError, AttributeError) as exc:
         raise BenchError(f"{file} was not written by --json") from exc
+
+
+def _read_result(entry: dict[str, Any]) -> Result:
+    measures = {name: tuple(values) for name, values in entry["measures"].items()}
+    # What was published does not depend on the run.
+    return Result(**{**entry, "measures": measures, "published": dict(entry["published"] or {})})
 
 
 def format_changes(changes: Sequence[Change]) -> str:

@@ -32,8 +32,7 @@ MEASURES = {
         Measure("deviation_percent", "± %", 1),
         Measure("p50_ms", "p50 ms", 3),
         Measure("p99_ms", "p99 ms", 3),
-        Measure("max_ms", "max ms", 1),
-        Measure("p50_ms", "p50 ms", 2),
+        Measure("max_ms", "max ms", 2),
         Measure("sync_rate", "fsyncs/s", 0, "more"),
         Measure("per_sync", "× one fsync each", 1, "more"),
         Measure("start_ms", "start ms", 0),
@@ -41,6 +40,10 @@ MEASURES = {
         Measure("client", "client busy %", 0),
         Measure("rss_mib", "RSS MiB", 1),
         Measure("coded_bytes", "bytes", 0),
+        Measure("hundred_s", "s for 100", 2),
+        Measure("cpu_ms", "CPU ms/request", 2),
+        Measure("to_library", "bytes ÷ library's", 4),
+        Measure("to_published", "bytes ÷ published", 3),
         Measure("connection_kib", "KiB/connection", 2),
         Measure("jobs", "jobs", 0, "more"),
         Measure("growth", "growth %", 1),
@@ -63,8 +66,8 @@ class Result:
     measures: dict[str, tuple[float, ...]] = field(default_factory=dict)
     # Why it was skipped or how it failed.
     note: str = ""
-    # The requests/s that others have measured of it, on a machine of theirs.
-    published: float | None = None
+    # Measure → what others have measured of it, on a machine of theirs.
+    published: dict[str, float] = field(default_factory=dict)
 
     def median(self, measure: str) -> float | None:
         values = self.measures.get(measure)
@@ -88,6 +91,20 @@ class Goal:
     @property
     def is_relative(self) -> bool:
         return bool(self.rival or self.case)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What a report says of a case beside its results: goals, and what was published, where and how.
+
+    Cases that differ in a number alone, their `level`, have the name of their `series`.
+    """
+
+    name: str
+    goals: tuple[Goal, ...] = ()
+    published: str = ""
+    series: str = ""
+    level: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +156,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 # What a comparison looks at, the first of them that both runs have. Latencies and memory are shown, not judged.
-_JUDGED = ("cpu_us", "rate", "connection_kib")
+_JUDGED = ("cpu_us", "cpu_ms", "rate", "connection_kib")
 # Two runs of the same program differ by this much even where the rounds of each agree.
 _LEAST_NOISE = 0.03
 

@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from bench.exchange import Ask
+from bench.programs import find_missing
 from bench.result import Outcome, Result
 from bench.serving import BenchError, Cores, Server, share_cores
-from bench.site import Site, Variant, find_missing
+from bench.site import Site, Variant
 from bench.variants import Case
 
 
@@ -37,14 +38,24 @@ def measure(
     try:
         for trial in trials:
             trial.attempt(trial.start)
-        for _ in range(rounds):
+        for number in range(rounds):
             for trial in trials:
+                if number >= count_rounds(trial.subject, rounds, quick=site.quick):
+                    continue
                 watch(trial.subject.name)
                 trial.attempt(partial(trial.run, seconds))
+                # Some have a queue of what was asked to the end of a load; all would be behind in what comes next.
+                trial.rest(is_over=number + 1 == count_rounds(trial.subject, rounds, quick=site.quick))
     finally:
         for trial in trials:
             trial.stop()
     return [trial.result() for trial in trials]
+
+
+def count_rounds(subject: Subject, rounds: int, *, quick: bool) -> int:
+    """How many of so many rounds it is worth to be in."""
+    case = subject.case
+    return min(rounds, case.load.most_rounds, *([case.quick_rounds] if quick else []))
 
 
 class _Trial:
@@ -81,20 +92,27 @@ class _Trial:
             self._asks = [variant.ask(self._site, case.content, address) for address in self._server.addresses]
 
     def run(self, seconds: float) -> None:
-        if self._server is None or len(self._figures) == self.subject.case.load.most_rounds:
-            return
+        assert self._server is not None, self.subject
         self._figures.append(self.subject.case.load.run(self._server, self._asks, self._cores, seconds))
+
+    def rest(self, *, is_over: bool) -> None:
+        """After a round; after the last one nobody has to wait for it."""
+        if is_over:
+            self.stop()
+        elif self._server is not None and self.subject.case.load.walks:
+            self._server.await_rest()
 
     def stop(self) -> None:
         if self._server is not None:
             self._server.stop()
+            self._server = None
 
     def result(self) -> Result:
         measures = {}
         if self._outcome == "measured":
             measures = {name: tuple(figure[name] for figure in self._figures) for name in self._figures[0]}
         suite, case, variant = self.subject.suite, self.subject.case.name, self.subject.variant
-        published = self.subject.case.published_rates.get(variant.name)
+        published = self.subject.case.published_figures.get(variant.name, {})
         return Result(suite, case, variant.name, variant.ours, self._outcome, measures, self._note, published)
 
 

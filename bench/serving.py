@@ -17,6 +17,9 @@ from pathlib import Path
 _START_S = 30.0
 # Longer than any server here takes to end by itself when its clients are gone.
 _STOP_S = 8.0
+# Requests that were under way when a load ended take some servers seconds.
+_REST_S = 15.0
+_IDLE_LOOK_S, _IDLE_SHARE = 0.05, 0.2
 
 Address = tuple[str, int]
 
@@ -30,11 +33,13 @@ class Launch:
     """How a server is started, and where it answers: an address for each client that is to load it.
 
     One that `loops` speaks no HTTP: it does the work by itself, for as long as it is told at each of its addresses.
+    At the places `behind` it those of its processes listen that another of them asks.
     """
 
     commands: tuple[tuple[str, ...], ...]
     addresses: tuple[Address, ...]
     loops: bool = False
+    behind: tuple[Address | Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,7 @@ class Server:
 
     def __init__(self, name: str, launch: Launch, cores: Cores, log: Path) -> None:
         self.name, self.addresses, self.loops, self._log = name, launch.addresses, launch.loops, log
-        self.commands = launch.commands
+        self.commands, self._behind = launch.commands, launch.behind
         self._started: list[subprocess.Popen[bytes]] = []
         try:
             with log.open("ab") as output:
@@ -93,15 +98,16 @@ class Server:
         # Who runs already needs no time to start.
         patience_s = _START_S if self._started else 0.0
         deadline = time.monotonic() + patience_s
-        for address in self.addresses:
+        for place in (*self._behind, *self.addresses):
             while True:
                 self.check_alive()
                 try:
-                    socket.create_connection(address, 1.0).close()
+                    _connect(place).close()
                     break
                 except OSError:
                     if time.monotonic() > deadline:
-                        raise BenchError(f"nobody listens at {address[0]}:{address[1]}") from None
+                        name = place if isinstance(place, Path) else f"{place[0]}:{place[1]}"
+                        raise BenchError(f"nobody listens at {name}") from None
                     time.sleep(0.02)
 
     def check_alive(self) -> None:
@@ -110,6 +116,17 @@ class Server:
             if process.poll() is not None:
                 said = self._log.read_text(errors="replace").strip().splitlines()[-1:]
                 raise BenchError(f"{self.name} ended with status {process.returncode}: {' '.join(said)}")
+
+    def await_rest(self) -> None:
+        """Until it has done what nobody waits for any more, or for long: who is measured next wants that time."""
+        deadline = time.monotonic() + _REST_S
+        before, now = -1.0, sum(self.cpu_s().values())
+        # Who is not given a core spends nothing either, and is ready to.
+        while now - before > _IDLE_SHARE * _IDLE_LOOK_S or any(map(_wants_core, self._processes())):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_IDLE_LOOK_S)
+            before, now = now, sum(self.cpu_s().values())
 
     def cpu_s(self) -> dict[int, float]:
         """CPU seconds so far of each of its processes, children too; those that have ended count with their parents."""
@@ -150,6 +167,18 @@ class Server:
             process.wait()
 
 
+def _connect(place: Address | Path) -> socket.socket:
+    if not isinstance(place, Path):
+        return socket.create_connection(place, 1.0)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(str(place))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
 def read_cpu_s(pid: int) -> float | None:
     """CPU seconds of a process so far; None when there is none."""
     # CPUCLOCK_SCHED of another process, as clock_getcpuclockid(3) spells it.
@@ -166,6 +195,14 @@ def _read_ended_cpu_s(pid: int) -> float:
     except OSError:
         return 0.0
     return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
+
+
+def _wants_core(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+            if thread.read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
 
 
 def _read_rss_bytes(pid: int, *, own: bool = False) -> int:

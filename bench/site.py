@@ -1,6 +1,5 @@
 """What is served, and who serves it."""
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,19 +7,7 @@ from pathlib import Path
 
 from bench.exchange import Ask, exchange
 from bench.serving import Address, BenchError, Launch
-from bench.work import Picture, Walk, draw
-
-# Program → the Debian package that has it.
-PACKAGES = {
-    "nginx": "nginx",
-    "wrk": "wrk",
-    "ab": "apache2-utils",
-    "taskset": "util-linux",
-    "ss": "iproute2",
-    "cc": "gcc libc6-dev",
-    "go": "golang-go",
-    "node": "nodejs",
-}
+from bench.work import Picture, Task, Walk, draw
 
 
 class Content(StrEnum):
@@ -64,6 +51,10 @@ FILE_NAMES = {
 }
 
 
+# The rendition of zimg's tables, at uvimg's own quality.
+ZIMG_TASK = Task(Picture.SMALL, 100, 100, 75, gray=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One server: how it is started for a content and a number of processes, and where it has the content."""
@@ -101,11 +92,10 @@ class Variant:
         return Ask(path, 304, b"", (("If-None-Match", etag),), (("ETag", etag),))
 
 
-def find_missing(*programs: str) -> str:
-    """How to install the first of the programs that is not there; "" when all are."""
-    for program in programs:
-        if program and not shutil.which(program):
-            return (
-                f"{program} is not installed: scripts/bench-rivals, or apt-get install {PACKAGES.get(program, program)}"
-            )
-    return ""
+def absent(name: str, reason: str) -> Variant:
+    """One whose published figures have nobody to stand beside: it is named, with the reason."""
+
+    def launch(site: Site, content: Content, processes: int) -> Launch:
+        raise BenchError(reason)
+
+    return Variant(name, False, launch, lacks=lambda: reason)

@@ -7,13 +7,12 @@ has to be made its requests (makers.py has those of ours).
 import hashlib
 import itertools
 import os
-import string
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench import corpus, echoes, keyvalue, serving
+from bench import caches, corpus, echoes, keyvalue, nginx, php, published, serving, thumbor
 from bench.exchange import Ask, exchange
 from bench.load import Idle, KeepAlive, Load, NewConnections
 from bench.makers import (
@@ -32,15 +31,12 @@ from bench.makers import (
     upload,
 )
 from bench.making import Making, Paced
-from bench.result import Goal
+from bench.published import Figures
+from bench.result import Goal, Section
 from bench.serving import Address, BenchError, Launch, Server
-from bench.site import FILE_NAMES, Content, Site, Variant
+from bench.site import FILE_NAMES, Content, Site, Variant, absent
 from bench.soak import Soak
 from bench.work import Picture, Walk, make_walk
-
-_RIVALS = Path(__file__).parent / "rivals"
-# What common limits allow for (ulimit -Hn).
-_FILES = 20_000
 
 
 def _uvimg(front_end: str, loop: str = "uvloop") -> Variant:
@@ -91,21 +87,7 @@ def _launch_bare_aiohttp(site: Site, content: Content, processes: int) -> Launch
 
 
 def _launch_nginx(site: Site, content: Content, processes: int) -> Launch:
-    port = serving.find_port()
-    text = string.Template((_RIVALS / "nginx.conf.in").read_text()).safe_substitute(
-        USER="user root;" if os.geteuid() == 0 else "",
-        FOLDER=site.folder,
-        PROCESSES=processes,
-        FILES=_FILES,
-        HOST="127.0.0.1" if processes == 1 else "0.0.0.0",
-        PORT=port,
-        REUSEPORT="" if processes == 1 else " reuseport",
-        TINY=site.bodies[Content.TINY].decode(),
-    )
-    conf = site.folder / f"nginx-{port}.conf"
-    conf.write_text(text.replace("/nginx.pid", f"/nginx-{port}.pid"))
-    addresses = tuple((f"127.0.0.{1 + number}", port) for number in range(processes))
-    return Launch((("nginx", "-c", str(conf), "-p", str(site.folder)),), addresses)
+    return nginx.launch(site, processes)
 
 
 def running_already(name: str, address: Address, path: str) -> Variant:
@@ -146,9 +128,18 @@ class Case:
     variants: tuple[Variant, ...]
     goals: tuple[Goal, ...] = ()
     processes: int = 1
-    # What others have measured, with the machine, and the requests/s that they give for a variant.
+    # Of figures that others have published: where and when, and variant → measure → figure.
     published: str = ""
-    published_rates: dict[str, float] = field(default_factory=dict, hash=False)
+    published_figures: dict[str, Figures] = field(default_factory=dict, hash=False)
+    # Cases that differ in a number alone have the name of their series.
+    series: str = ""
+    level: int = 0
+    # More rounds than this a run for a look has no time for.
+    quick_rounds: int = 100
+
+    @property
+    def section(self) -> Section:
+        return Section(self.name, self.goals, self.published, self.series, self.level)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +158,20 @@ def _cpu(variant: Variant, at_most: float | None, rival: Variant | None = None, 
     return Goal(variant.name, "cpu_us", "at most", at_most, rival.name if rival else "", case)
 
 
+def _rate(variant: Variant, at_least: float | None, rival: Variant | None = None, case: str = "") -> Goal:
+    return Goal(variant.name, "rate", "at least", at_least, rival.name if rival else "", case)
+
+
 _ALL = (TRANSPORT, STREAMS, AIOHTTP, NGINX, BARE_AIOHTTP, LIMIT)
 _OURS = (TRANSPORT, STREAMS, AIOHTTP)
+
+
+def _beside_zimg_rivals(*rivals: Variant) -> tuple[Goal, ...]:
+    """What is told beside those of zimg's tables, who are far behind."""
+    with_memcached = _cpu(caches.UVIMG, None, caches.NGINX)
+    return (with_memcached, *(_cpu(TRANSPORT, None, rival) for rival in (caches.NGINX, *rivals)))
+
+
 _BESIDE_BARE = (_cpu(AIOHTTP, 1.15, BARE_AIOHTTP), _cpu(STREAMS, 1.0, AIOHTTP), _cpu(STREAMS, None, NGINX))
 
 
@@ -203,13 +206,36 @@ _HELLO = Suite(
     ),
 )
 
+_THUMBOR_ORIGINAL = absent(
+    "thumbor, as it was uploaded", "thumbor gives back renditions only, never an upload's own bytes"
+)
+
+
+def _rates_published_2013(rates: tuple[float, float, float], with_php: Variant) -> dict[str, Figures]:
+    """zimg's place is ours; what it had in memcached stands beside what we have there."""
+    variants = (TRANSPORT, caches.UVIMG, with_php)
+    return {variant.name: {"rate": rate} for variant, rate in zip(variants, rates, strict=True)}
+
+
 _RENDITION = "stored rendition"
 _STATIC = Suite(
     "static",
     "Stored images, 100 keep-alive connections",
     (
         (
-            Case(_RENDITION, Content.RENDITION, KeepAlive(100), _ALL, (_cpu(TRANSPORT, 1.15, NGINX), *_BESIDE_BARE)),
+            Case(
+                _RENDITION,
+                Content.RENDITION,
+                KeepAlive(100),
+                (*_ALL, caches.UVIMG, caches.UVIMG_ON_REDIS, caches.NGINX, php.KEEPING, thumbor.KEEPING),
+                (
+                    _cpu(TRANSPORT, 1.15, NGINX),
+                    *_BESIDE_BARE,
+                    *_beside_zimg_rivals(php.KEEPING, thumbor.KEEPING),
+                ),
+                published=f"{published.STATIC_ON}, “processing”: kept by zimg; whether PHP kept it is not said",
+                published_figures=_rates_published_2013(published.PROCESSING, php.KEEPING),
+            ),
             Case(
                 "304 to If-None-Match",
                 Content.UNCHANGED,
@@ -223,51 +249,60 @@ _STATIC = Suite(
                 "original of 30 KB",
                 Content.ORIGINAL,
                 KeepAlive(100),
-                _ALL,
-                (_cpu(TRANSPORT, 1.25, NGINX), *_BESIDE_BARE),
+                (*_ALL, caches.UVIMG, caches.UVIMG_ON_REDIS, caches.NGINX, php.GD, _THUMBOR_ORIGINAL),
+                (_cpu(TRANSPORT, 1.25, NGINX), *_BESIDE_BARE, *_beside_zimg_rivals(php.GD)),
+                published=f"{published.STATIC_ON}, “static image”",
+                published_figures=_rates_published_2013(published.STATIC, php.GD),
             ),
         ),
     ),
 )
 
-# Requests/s of zimg 1.0 and nginx 1.2.9, August 2013, with `ab -c N -n 200000` on a Xeon E3-1230 V2 (4 cores).
-_PUBLISHED_2013 = {
-    100: (32_765, 33_412),
-    1_000: (28_937, 28_164),
-    5_000: (27_947, 13_537),
-    10_000: (27_446, 10_901),
-    20_000: (27_679, 6_107),
-}
+# Where all front-ends are measured, and new connections too.
+_LANDMARKS = (100, 1_000, 5_000, 10_000, 20_000)
+# Beyond, the listen queue of one process overflows, and who is not in it tries again a second later; and beyond
+# 20,000 one has no descriptors left by default.
+_MOST_OF_A_PROCESS = 10_000
 
 
-def _tell_published(connections: int) -> str:
-    zimg, nginx = _PUBLISHED_2013[connections]
-    return f"2013, Xeon E3-1230 V2, ab: zimg {zimg:,}, nginx {nginx:,} requests/s ({zimg / nginx:.2f} × nginx)"
-
-
-def _rate_published(connections: int) -> dict[str, float]:
+def _rates_published(connections: int) -> dict[str, Figures]:
     """zimg's place is ours."""
-    return dict(zip((TRANSPORT.name, NGINX.name), _PUBLISHED_2013[connections], strict=True))
+    rates = zip((TRANSPORT.name, NGINX.name), published.IT_WORKS[connections], strict=True)
+    return {name: {"rate": rate} for name, rate in rates}
 
 
-def _keep_alive(connections: int, goals: tuple[Goal, ...] = (), processes: int = 1) -> Case:
+def _count_processes(connections: int) -> int:
+    return 1 if connections <= _MOST_OF_A_PROCESS else 2
+
+
+def _keep_alive(connections: int) -> Case:
+    ours = _OURS if connections in _LANDMARKS else (TRANSPORT,)
+    goals = [_cpu(variant, None, NGINX) for variant in ours]
+    if connections == 10_000:
+        goals += [Goal(variant.name, "rate", "at least", 0.6, case=_name_keep_alive(100)) for variant in ours]
     return Case(
-        _name_keep_alive(connections, processes),
+        _name_keep_alive(connections),
         Content.TINY,
         KeepAlive(connections),
-        (*_OURS, NGINX),
-        (*goals, *(_cpu(variant, None, NGINX) for variant in _OURS)),
-        processes,
-        _tell_published(connections),
-        _rate_published(connections),
+        (*ours, NGINX),
+        (*(_rate(variant, None, NGINX) for variant in ours), *goals),
+        _count_processes(connections),
+        published.tell_it_works(connections),
+        _rates_published(connections),
+        "kept connections",
+        connections,
+        quick_rounds=1,
     )
 
 
-def _name_keep_alive(connections: int, processes: int = 1) -> str:
-    return f"{connections:,} keep-alive connections" + ("" if processes == 1 else f", {processes} processes")
+def _name_keep_alive(connections: int) -> str:
+    name = f"{connections:,} keep-alive connections"
+    return name if _count_processes(connections) == 1 else f"{name}, 2 processes"
 
 
-def _new_connections(connections: int, ours: tuple[Variant, ...] = (TRANSPORT,), processes: int = 1) -> Case:
+def _new_connections(connections: int) -> Case:
+    ours = _OURS if connections == 100 else (TRANSPORT,)
+    processes = _count_processes(connections)
     return Case(
         f"a new connection for every request, {connections:,} at a time"
         + ("" if processes == 1 else f", {processes} processes"),
@@ -275,33 +310,28 @@ def _new_connections(connections: int, ours: tuple[Variant, ...] = (TRANSPORT,),
         NewConnections(connections),
         (*ours, NGINX),
         (
-            *(
-                Goal(variant.name, "rate", "at least", 1.0 if variant is TRANSPORT else None, NGINX.name)
-                for variant in ours
-            ),
+            *(_rate(variant, 1.0 if variant is TRANSPORT else None, NGINX) for variant in ours),
             *(_cpu(variant, None, NGINX) for variant in ours),
         ),
         processes,
-        _tell_published(connections),
-        _rate_published(connections),
+        published.tell_it_works(connections),
+        _rates_published(connections),
+        "new connections at a time",
+        connections,
+        quick_rounds=1,
     )
 
 
 _CONNECTIONS = Suite(
     "connections",
-    "A tiny answer to very many clients",
+    "A tiny answer to very many clients, who keep their connections or make new ones",
     (
-        (
-            _keep_alive(100),
-            _keep_alive(1_000),
-            _keep_alive(5_000),
-            _keep_alive(
-                10_000,
-                tuple(Goal(variant.name, "rate", "at least", 0.6, case=_name_keep_alive(100)) for variant in _OURS),
-            ),
+        tuple(_keep_alive(connections) for connections in (100, 1_000, 5_000, 10_000)),
+        *(
+            (_keep_alive(connections),)
+            for connections in published.IT_WORKS
+            if connections not in (100, 1_000, 5_000, 10_000)
         ),
-        # More than a process may have descriptors for by default.
-        (_keep_alive(20_000, processes=2),),
         (
             Case(
                 "memory of an idle connection",
@@ -311,9 +341,7 @@ _CONNECTIONS = Suite(
                 tuple(Goal(variant.name, "connection_kib", "at most", 10.0) for variant in _OURS),
             ),
         ),
-        (_new_connections(100, _OURS),),
-        *((_new_connections(connections),) for connections in (1_000, 5_000, 10_000)),
-        (_new_connections(20_000, processes=2),),
+        *((_new_connections(connections),) for connections in _LANDMARKS),
     ),
 )
 
@@ -324,26 +352,14 @@ _WORKERS = len(os.sched_getaffinity(0))
 _THUMBNAIL = make_walk(Picture.SMALL, 100, 6, gray=True)
 _AVIF = make_walk(Picture.PHOTO, 800, 10, "inside", format="avif")
 
-# Requests/s of zimg 2.2, zimg 3.0 and a Lua type in the latter, with `wrk -cN -t8 -d30s` on a Xeon E3-1230 V2.
-_PUBLISHED_MADE = {
-    10: (73.85, 1346.82, 1316.37),
-    50: (74.88, 1343.75, 1305.69),
-    100: (74.98, 1322.64, 1319.99),
-    300: (75.04, 1328.88, 1324.93),
-    500: (75.53, 1342.05, 1321.39),
-}
+_OLD_ZIMG = absent("zimg 2.2", "it is in no package index: PHP with ImageMagick, its engine, is measured in its place")
 
 
-def _tell_published_made(connections: int) -> str:
-    old, new, script = _PUBLISHED_MADE[connections]
-    return (
-        f"Xeon E3-1230 V2, 8 threads, wrk: zimg 2.2 {old:.0f}, 3.0 {new:.0f} ({new / old:.1f} × 2.2), "
-        f"3.0 by a Lua type {script:.0f} requests/s ({script / new:.2f} × 3.0)"
-    )
-
-
-def _rate(variant: Variant, at_least: float | None, rival: Variant | None = None, case: str = "") -> Goal:
-    return Goal(variant.name, "rate", "at least", at_least, rival.name if rival else "", case)
+def _figures_published_made(connections: int) -> dict[str, Figures]:
+    """zimg 3.0's place is ours."""
+    names = (_OLD_ZIMG.name, PLAIN.name, BY_SCRIPT.name)
+    figures = zip(names, published.MADE[connections], strict=True)
+    return {name: {"rate": rate, "mean_ms": mean_ms} for name, (rate, mean_ms) in figures}
 
 
 def _name_thumbnail(connections: int) -> str:
@@ -361,14 +377,19 @@ def _thumbnail(connections: int) -> Case:
         goals += [_rate(PLAIN, 0.95, case=_name_thumbnail(10)), _cpu(PLAIN, None, case=_name_thumbnail(10))]
     if connections == 500:
         goals.append(Goal(PLAIN.name, "rate", "at most", 1.05, case=_name_thumbnail(10)))
+    goals += [_cpu(PLAIN, None, rival) for rival in (php.IMAGEMAGICK, thumbor.MAKING)]
     return Case(
         _name_thumbnail(connections),
         Content.MADE,
         Making(connections, _THUMBNAIL),
-        (PLAIN, PLANS, BARE) if with_loops else (PLAIN,),
+        (PLAIN, *((PLANS, BARE, php.GD) if with_loops else ()), php.IMAGEMAGICK, thumbor.MAKING, _OLD_ZIMG),
         tuple(goals),
         _WORKERS,
-        _tell_published_made(connections),
+        published.tell_made(connections),
+        _figures_published_made(connections),
+        "connections, 640 × 856 → 100 × 100 gray",
+        connections,
+        quick_rounds=2 if connections == 100 else 1,
     )
 
 
@@ -377,7 +398,7 @@ def _photo(name: str, walk: Walk, with_intermediates: float | None) -> Case:
         f"photo of 2725 × 2225 → {name}",
         Content.MADE,
         Making(32, walk),
-        (UNREDUCED, REDUCED, BARE),
+        (UNREDUCED, REDUCED, BARE, php.GD, php.IMAGEMAGICK, thumbor.MAKING),
         (
             *(_rate(UNREDUCED, 0.9, BARE), _cpu(UNREDUCED, None, BARE)),
             *(_rate(REDUCED, with_intermediates, BARE), _cpu(REDUCED, None, BARE)),
@@ -391,22 +412,27 @@ def _typed(connections: int) -> Case:
         f"640 × 856 → 100 × 100 gray by t=, {connections} connections",
         Content.MADE,
         Making(connections, TYPED),
-        (PLAIN, BY_SCRIPT, BY_TABLE),
+        (PLAIN, BY_SCRIPT, BY_TABLE, *((BARE, php.IMAGEMAGICK, thumbor.MAKING) if connections == 100 else ())),
         (
             _rate(BY_SCRIPT, 0.90, PLAIN),
             _cpu(BY_SCRIPT, None, PLAIN),
             _rate(BY_TABLE, 0.98, PLAIN),
             _cpu(BY_TABLE, None, PLAIN),
+            *(_cpu(BY_SCRIPT, None, rival) for rival in (php.IMAGEMAGICK, thumbor.MAKING) if connections == 100),
         ),
         _WORKERS,
-        _tell_published_made(connections),
+        published.tell_made(connections),
+        _figures_published_made(connections),
+        "connections, the same by a type’s name",
+        connections,
+        quick_rounds=2 if connections == 100 else 1,
     )
 
 
 _SCRIPT = Suite(
     "script",
     "The same renditions by a type's name (t=), which a script in Lua or a table of the settings makes",
-    tuple((_typed(connections),) for connections in _PUBLISHED_MADE),
+    tuple((_typed(connections),) for connections in published.MADE),
 )
 
 _ALONE = "latency of a tiny job, alone"
@@ -414,7 +440,7 @@ _RESIZE = Suite(
     "resize",
     "Renditions that have to be made, all different, beside the same work in a bare loop of libvips",
     (
-        tuple(_thumbnail(connections) for connections in _PUBLISHED_MADE),
+        tuple(_thumbnail(connections) for connections in published.MADE),
         (_photo("100 × 100 cover", make_walk(Picture.PHOTO, 100, 6), 2.2),),
         (_photo("400 fit", make_walk(Picture.PHOTO, 400, 20, "inside"), 1.5),),
         (_photo("800 fit", make_walk(Picture.PHOTO, 800, 20, "inside"), None),),
@@ -453,8 +479,8 @@ _KV = Suite(
     "Values under keys: the published load, a mixed one, durable writes, very many keys",
     tuple(
         tuple(
-            Case(name, Content.VALUE, load, servers, goals, published=published)
-            for name, load, servers, goals, published in rows
+            Case(name, Content.VALUE, load, servers, goals, published=published, published_figures=figures)
+            for name, load, servers, goals, published, figures in rows
         )
         for rows in keyvalue.ROWS
     ),
@@ -471,11 +497,11 @@ _ECHO = Suite(
                 echoes.Messages(kib * 1024),
                 echoes.VARIANTS,
                 echoes.make_goals(kib),
-                published=echoes.PUBLISHED_ON,
-                published_rates=echoes.tell_published(kib),
+                published=published.ECHO_ON,
+                published_figures=published.tell_echo(kib),
             ),
         )
-        for kib in echoes.SIZES_KIB
+        for kib in published.ECHO_SIZES_KIB
     ),
 )
 

@@ -6,7 +6,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 from urllib.parse import unquote
@@ -165,3 +165,26 @@ def list_memcached(port: int) -> list[str]:
             assert line.startswith(b"key="), line
             keys.append(unquote(line.split()[0].removeprefix(b"key=").decode()))
         return keys
+
+
+def change(path: Path, changes: Mapping[str, str]) -> str:
+    """The text of a file of ours as a test can use it: each of these is there once, and becomes something else."""
+    text = path.read_text()
+    for before, after in changes.items():
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    return text
+
+
+def start_nginx(folder: Path, text: str, port: int) -> Program:
+    """nginx with this among its http settings, which have it listen on this port."""
+    (folder / "uvimg.conf").write_text(text)
+    temporary = "\n".join(f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi"))
+    (folder / "nginx.conf").write_text(
+        f"daemon off; pid {folder}/pid; error_log {folder}/error.log; events {{}}\n"
+        # The folder is the test's alone, and root's workers would be somebody else.
+        + ("user root;\n" if os.getuid() == 0 else "")
+        + f"http {{ access_log off; {temporary} uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;\n"
+        f"include {folder}/uvimg.conf; }}\n"
+    )
+    return Program([find_program("nginx"), "-p", str(folder), "-c", str(folder / "nginx.conf")], port, folder)

@@ -19,9 +19,10 @@ from bench.generators import Count, parse_ab, parse_wrk
 from bench.load import KeepAlive, Variety, write_script
 from bench.making import Making, Paced, check_made, count_answers
 from bench.pace import pace
-from bench.result import Goal, Result, compare, judge, spread
+from bench.programs import find_missing
+from bench.result import Goal, Result, Section, compare, judge, spread
 from bench.serving import BenchError, Launch
-from bench.site import Content, Site, Variant, find_missing
+from bench.site import Content, Site, Variant
 from bench.soak import measure_growth
 from bench.variants import Case, Suite
 from bench.work import Picture, Task, check_picture, make_walk
@@ -71,9 +72,9 @@ needs_wrk = pytest.mark.skipif(
 
 
 def make_result(
-    variant: str, cpu_us: tuple[float, ...], *, ours: bool, case: str = "tiny", rate: float = 1.0
+    variant: str, cpu_us: tuple[float, ...], *, ours: bool, case: str = "tiny", rate: float = 1.0, suite: str = "hello"
 ) -> Result:
-    return Result("hello", case, variant, ours, "measured", {"cpu_us": cpu_us, "rate": (rate,)})
+    return Result(suite, case, variant, ours, "measured", {"cpu_us": cpu_us, "rate": (rate,)})
 
 
 # Counting
@@ -123,6 +124,8 @@ def test_a_rendition_of_another_size_colour_or_format_is_none() -> None:
     cover = Task(Picture.SMALL, 101, 99, 75, gray=True)
     gray = corpus.photo(101, 99).colourspace("b-w")
     check_picture(corpus.jpeg(gray), cover)
+    # As some write it.
+    check_picture(corpus.jpeg(gray.colourspace("srgb")), cover)
     for wrong in (
         corpus.jpeg(corpus.photo(101, 99)),
         corpus.jpeg(gray.crop(0, 0, 100, 99)),
@@ -243,7 +246,7 @@ def test_a_goal_may_bound_what_one_costs_more_than_the_other() -> None:
     goal = Goal("ours", "cpu_us", "at most", 250.0, "the plans alone", by="difference")
     verdict = judge(goal, ours, results)
     assert (verdict.figure, verdict.is_met, verdict.rounds) == (200.0, True, (100.0, 300.0, 200.0))
-    told = report.format_case("hello", "tiny", results, [goal])
+    told = report.format_section("hello", Section("tiny", (goal,)), results)
     assert "✓ ours, CPU µs/request: 200.00 [100.00–300.00] more than the plans alone (aim ≤ 250)" in told
 
 
@@ -281,16 +284,17 @@ def test_results_survive_json(tmp_path: Path) -> None:
 
 # Running
 
-# Answers as told, but every N-th time otherwise.
+# Answers as told, but every N-th time otherwise; after so much work.
 SERVER = """
 import asyncio, sys
-port, every, good, bad = int(sys.argv[1]), int(sys.argv[2]), *(text.encode() for text in sys.argv[3:])
+port, every, work, good, bad = *map(int, sys.argv[1:4]), *(text.encode() for text in sys.argv[4:])
 class Server(asyncio.Protocol):
     count = 0
     def connection_made(self, transport):
         self.transport = transport
     def data_received(self, data):
         Server.count += 1
+        sum(range(work))
         self.transport.write(bad if every and Server.count % every == 0 else good)
 async def serve():
     server = await asyncio.get_running_loop().create_server(Server, "127.0.0.1", port)
@@ -303,10 +307,11 @@ LONGER = "HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 4\r\n\r\
 OTHER = "HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 3\r\n\r\nnot"
 
 
-def make_variant(name: str, every: int = 0, bad: str = "", program: str = "") -> Variant:
+def make_variant(name: str, every: int = 0, bad: str = "", program: str = "", work: int = 0) -> Variant:
     def launch(site: Site, content: Content, processes: int) -> Launch:
         port = serving.find_port()
-        return Launch(((sys.executable, "-c", SERVER, str(port), str(every), GOOD, bad),), (("127.0.0.1", port),))
+        numbers = map(str, (port, every, work))
+        return Launch(((sys.executable, "-c", SERVER, *numbers, GOOD, bad),), (("127.0.0.1", port),))
 
     return Variant(name, True, launch, program)
 
@@ -348,13 +353,16 @@ def test_wrong_answers_fail_the_run_and_missing_rivals_are_named(capsys: pytest.
 
 
 @needs_wrk
-def test_a_slow_down_since_an_older_run_is_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs: list[tuple[Variety, float, int]] = [("10,000", 0.1, 1), ("never the same", 10_000.0, 0)]
-    for variety, then_us, status in runs:
-        then = Result("planted", "a case", "right", True, "measured", {"cpu_us": (then_us,)})
-        report.write_json(tmp_path / "then.json", {}, 0.3, [then])
-        assert run(make_variant("right"), variety=variety, arguments=(f"--compare={tmp_path / 'then.json'}",)) == status
-        assert ("SLOWER" in capsys.readouterr().out) is bool(status)
+def test_a_server_that_has_become_slow_is_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    then = tmp_path / "then.json"
+    assert run(make_variant("right"), arguments=(f"--json={then}",)) == 0
+    # Some 50 µs more.
+    slow = make_variant("right", work=3_000)
+    assert run(slow, arguments=(f"--compare={then}",)) == 1
+    assert "SLOWER" in capsys.readouterr().out
+    report.write_json(then, {}, 0.3, [make_result("right", (10_000.0,), ours=True, suite="planted", case="a case")])
+    assert run(slow, variety="never the same", arguments=(f"--compare={then}",)) == 0
+    assert "SLOWER" not in capsys.readouterr().out
 
 
 @needs_wrk

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import document, echoes, report
+from bench import echoes, report
 from bench.__main__ import main
+from bench.charts import draw_bars
 from bench.messages import Counted, find_percentile, summarise
 from bench.result import Goal, Result
 from bench.serving import BenchError, Launch, Server, share_cores
@@ -79,7 +80,7 @@ def test_a_run_ends_with_tables_a_page_and_its_charts(tmp_path: Path, capsys: py
     missing = Variant("nobody's", False, lambda site, content, processes: Launch((), ()), program="no-such-program")
     goals = (Goal("uvloop", "cpu_us", "at most", None, "uvloop streams"),)
     variants = (echoes.UVLOOP, echoes.UVLOOP_STREAMS, missing)
-    published = {"uvloop": 105_458.6, "nobody's": 1234.0}
+    published = {"uvloop": {"rate": 105_458.6}, "nobody's": {"rate": 1234.0}}
     case = Case("1 KiB", Content.MESSAGES, echoes.Messages(1024), variants, goals, 1, "2016", published)
     suites = {"echo": Suite("echo", "A <test>", ((case,),))}
     out = tmp_path / "out"
@@ -89,7 +90,7 @@ def test_a_run_ends_with_tables_a_page_and_its_charts(tmp_path: Path, capsys: py
     assert "nobody's: SKIPPED, no-such-program is not installed" in told
     first = report.read_json(tmp_path / "now.json")[0]
     assert set(first.measures) >= {"cpu_us", "rate", "mib_s", "least_ms", "mean_ms", "deviation_percent", "p99_ms"}
-    assert first.published == 105_458.6
+    assert first.published == {"rate": 105_458.6}
     page, text = (out / "index.html").read_text(), (out / "report.md").read_text()
     for form in (page, text):
         assert "105,459" in form
@@ -102,7 +103,7 @@ def test_a_run_ends_with_tables_a_page_and_its_charts(tmp_path: Path, capsys: py
 def test_a_chart_shows_every_median_and_nothing_where_nothing_was_measured() -> None:
     rows = [Result("s", "c", name, name == "a", "measured", {"cpu_us": values}) for name, values in
             (("a", (1.0, 2.0, 3.0)), ("b", (4.0, 4.0, 4.0)))]  # fmt: skip
-    chart = document.draw_chart("s", "c", rows)
+    chart = draw_bars("s", "c", rows)
     assert chart.count("<rect") == 2
-    assert 'class="ours" x="210" y="28" width="215.0"' in chart
-    assert document.draw_chart("s", "c", [Result("s", "c", "a", True, "failed", note="why")]) == ""
+    assert 'class="ours" x="230" y="28" width="205.0"' in chart
+    assert draw_bars("s", "c", [Result("s", "c", "a", True, "failed", note="why")]) == ""

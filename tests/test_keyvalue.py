@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import gzip
 import http.client
 import random
 import re
@@ -18,6 +19,7 @@ from tests.conftest import FRONT_ENDS
 from tests.wire_server import listening
 from uvimg.apps.keyvalue import KeyValue, KeyValueSettings
 from uvimg.apps.values import INLINE_BYTES
+from uvimg.coders import Coders
 from uvimg.core.access import parse_rules
 from uvimg.core.keyvalue import Dialect
 from uvimg.service import Service
@@ -75,7 +77,7 @@ class Place:
         self.apps = {}
         for dialect in DIALECTS:
             settings = KeyValueSettings(dialect, MAX_BYTES, everybody, everybody, ())
-            self.apps[dialect] = KeyValue(settings, store, lambda: self.now_s)
+            self.apps[dialect] = KeyValue(settings, store, Coders(64 << 20), lambda: self.now_s)
         async with (
             listening(self._front_end, Service(self.apps["olegdb"], None, store.near.version)) as olegdb,
             listening(self._front_end, Service(self.apps["kyoto"], None, store.near.version)) as kyoto,
@@ -452,6 +454,29 @@ def test_a_write_of_a_part_or_of_a_coded_value_is_refused(place: Place) -> None:
     assert place.ask("PUT", "/db/key", b"v", Content_Encoding="gzip").status == 415
     assert place.ask("GET", "/db/key").status == 404
     assert place.ask("PUT", "/db/key", b"v", Content_Encoding="identity").status == 201
+
+
+def test_text_is_coded_whatever_its_length(place: Place) -> None:
+    for size in (10_000, 300_000, MAX_BYTES):
+        text = (b"".join(b"line %d of a text\n" % number for number in range(size // 15)))[:size]
+        plain = place.ask("PUT", "/db/key", text, Content_Type="text/plain").headers["ETag"]
+        found = place.ask("GET", "/db/key", Accept_Encoding="gzip")
+        assert (found.status, found.headers["Content-Encoding"]) == (200, "gzip")
+        assert gzip.decompress(found.body) == text
+        assert len(found.body) < size / 4
+        assert found.headers["ETag"] != plain
+        assert found.headers["Vary"] == "Accept-Encoding"
+        unchanged = place.ask("GET", "/db/key", Accept_Encoding="gzip", If_None_Match=found.headers["ETag"])
+        assert (unchanged.status, unchanged.body) == (304, b"")
+        head = place.ask("HEAD", "/db/key", Accept_Encoding="gzip")
+        assert (head.status, head.headers["ETag"], head.body) == (200, found.headers["ETag"], b"")
+        assert place.ask("GET", "/db/key").body == text
+        part = place.ask("GET", "/db/key", Accept_Encoding="identity", Range="bytes=10-19")
+        assert (part.status, part.body) == (206, text[10:20])
+        assert place.ask("GET", "/db/key", Accept_Encoding="identity;q=0, x").status == 406
+    # What is no text stays as it is.
+    place.ask("PUT", "/db/key", text, Content_Type="image/jpeg")
+    assert "Content-Encoding" not in place.ask("GET", "/db/key", Accept_Encoding="gzip").headers
 
 
 def test_the_etag_of_a_coded_answer_is_good_for_a_compare_and_set(place: Place) -> None:

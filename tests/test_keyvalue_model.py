@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from uvimg.apps.keyvalue import KeyValue, KeyValueSettings
 from uvimg.apps.values import INLINE_BYTES
+from uvimg.coders import Coders
 from uvimg.core.access import parse_rules
 from uvimg.core.kyoto import decode_fields, encode_fields, read_coding
 from uvimg.core.message import FilePart, Pieces, Request, Response
@@ -52,7 +53,7 @@ class Machine(RuleBasedStateMachine):
         self.model: dict[bytes, tuple[bytes, int | None]] = {}
         everybody = parse_rules("allow all")
         chosen = KeyValueSettings("olegdb", 1 << 20, everybody, everybody, ())
-        self.app = KeyValue(chosen, self.store, lambda: self.now_s)
+        self.app = KeyValue(chosen, self.store, Coders(64 << 20), lambda: self.now_s)
         near = self.store.near
         self.service = Service(self.app, None, near.version if near is not None else lambda: 0)
 

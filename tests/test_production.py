@@ -1,6 +1,5 @@
 """What runs in production: nginx in front, systemd's units, and the scripts that the Dockerfile runs."""
 
-import contextlib
 import hashlib
 import os
 import re
@@ -14,20 +13,11 @@ from pathlib import Path
 import pytest
 import requests
 
+from tests.backends import change, find_port, find_program, start_nginx
 from tests.conftest import Server, decode, make_photo
-from tests.test_wire import wait_until
 from uvimg.config import Settings
 
 ROOT = Path(__file__).parent.parent
-
-
-def find_program(name: str) -> str:
-    found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-    if found is None:
-        if os.environ.get("CI"):
-            pytest.fail(f"CI must have {name}")
-        pytest.skip(f"{name} is not installed")
-    return found
 
 
 # nginx
@@ -36,26 +26,11 @@ def find_program(name: str) -> str:
 @pytest.fixture
 def proxied(tmp_path: Path) -> Iterator[tuple[str, Server]]:
     """conf/nginx.conf as it is but for its port and the socket's path, in front of a uvimg started as it says."""
-    nginx = find_program("nginx")
-    text = (ROOT / "conf/nginx.conf").read_text()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    for before, after in (
-        ("listen 80;", f"listen 127.0.0.1:{port};"),
-        ("    server unix:/run/uvimg/uvimg.sock;", f"    server unix:{tmp_path}/uvimg.sock;"),
-    ):
-        assert text.count(before) == 1
-        text = text.replace(before, after)
-    (tmp_path / "uvimg.conf").write_text(text)
-    temporary = "\n".join(f"{kind}_temp_path {tmp_path}/{kind};" for kind in ("client_body", "proxy", "fastcgi"))
-    (tmp_path / "nginx.conf").write_text(
-        f"daemon off; pid {tmp_path}/pid; error_log {tmp_path}/error.log; events {{}}\n"
-        # The folder is the test's alone, and root's workers would be somebody else.
-        + ("user root;\n" if os.getuid() == 0 else "")
-        + f"http {{ access_log off; {temporary} uwsgi_temp_path {tmp_path}/u; scgi_temp_path {tmp_path}/s;\n"
-        f"include {tmp_path}/uvimg.conf; }}\n"
-    )
+    port = find_port()
+    changes = {
+        "listen 80;": f"listen 127.0.0.1:{port};",
+        "    server unix:/run/uvimg/uvimg.sock;": f"    server unix:{tmp_path}/uvimg.sock;",
+    }
     server = Server(
         tmp_path,
         front_end="transport",
@@ -65,21 +40,13 @@ def proxied(tmp_path: Path) -> Iterator[tuple[str, Server]]:
         admin_rule="allow 127.0.0.2",
         workers=1,
     )
-    proxy = subprocess.Popen([nginx, "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")])
+    proxy = start_nginx(tmp_path, change(ROOT / "conf/nginx.conf", changes), port)
     try:
-        wait_until(lambda: _is_open(port))
         yield f"http://127.0.0.1:{port}", server
         assert not [line for line in (tmp_path / "error.log").read_text().splitlines() if "too large" not in line]
     finally:
-        proxy.terminate()
-        proxy.wait(20)
+        proxy.stop()
         server.kill()
-
-
-def _is_open(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-        return True
-    return False
 
 
 class _From(requests.adapters.HTTPAdapter):

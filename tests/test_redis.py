@@ -2,27 +2,33 @@
 
 import asyncio
 import hashlib
+import itertools
 import os
+import random
 import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import redis
+import requests
 
 from tests.backends import Program, start_redis
 from tests.conftest import Server, decode, make_photo
+from tests.faults import Fault, Network
 from uvimg.core.address import image_name
 from uvimg.core.errors import StoreDown, StoreFull
 from uvimg.core.message import FilePart
 from uvimg.core.redis import find_partition, find_partitions, name_after, read_redis_url
 from uvimg.store import Record, open_store
 from uvimg.store.redis import RedisStore
-from uvimg.store.redis_step import PIECE_BYTES
+from uvimg.store.redis_step import PIECE_BYTES, Change
 
 
 def make_url(server: Program) -> str:
@@ -134,13 +140,19 @@ async def test_a_silent_redis_holds_nobody_for_long_and_is_noticed_when_it_speak
     assert time.monotonic() - started < 2
     own_redis.process.send_signal(signal.SIGCONT)
     async with asyncio.timeout(2):
-        while True:
-            try:
-                assert await store.record(b"images/a") == make_record(b"bytes")
-                break
-            except StoreDown:
-                await asyncio.sleep(0.02)
+        # Those who are refused must not disturb the one who tries.
+        await asyncio.gather(*(until_it_answers(store, b"images/a") for _ in range(20)))
     await store.close()
+
+
+async def until_it_answers(store: RedisStore, name: bytes | None) -> None:
+    """With this name, which is there, or with any."""
+    while True:
+        try:
+            assert await store.record(name or b"images/none") is not None or name is None
+            return
+        except StoreDown:
+            await asyncio.sleep(0.001)
 
 
 async def test_a_redis_without_memory_takes_nothing_more_and_goes_on_giving_and_forgetting(tmp_path: Path) -> None:
@@ -180,6 +192,104 @@ async def test_a_cancelled_call_leaves_no_answer_to_another(redis_server: Progra
         await asyncio.gather(*(read(name, (step + number % 7) / 2000) for number, name in enumerate(blobs)))
     await asyncio.gather(*(read(name, 60) for name in blobs))
     await store.close()
+
+
+# A network that fails
+
+
+async def attempt(store: RedisStore, chance: random.Random, model: dict[bytes, set[bytes | None]]) -> None:
+    """Change or read one name, whatever comes of it; `model` is what each name may have."""
+    name = chance.choice(sorted(model))
+    data = bytes([chance.randrange(4)]) * chance.choice((100, 20_000, 600_000))
+    digest = hashlib.sha256(data).digest()
+    known, started = model.pop(name), time.monotonic()
+    action = chance.choice(("put", "unbind", "read"))
+    try:
+        match action:
+            case "put":
+                await put(store, name, data)
+                known = {digest}
+            case "unbind":
+                await store.unbind([name])
+                known = {None}
+            case _:
+                record = await store.record(name)
+                assert (record and record.digest) in known
+                known = {record and record.digest}
+    except StoreDown:
+        # It may have been done, or may not.
+        known = known | {"put": {digest}, "unbind": {None}, "read": set[bytes | None]()}[action]
+    finally:
+        # Several questions, each of which may be given all its time.
+        assert time.monotonic() - started < 3
+        model[name] = known
+
+
+async def test_no_acknowledged_change_is_lost_while_the_network_fails(redis_server: Program) -> None:
+    chance = random.Random(4869)
+    model: dict[bytes, set[bytes | None]] = {b"n/%d" % number: {None} for number in range(12)}
+    faults: tuple[Fault, ...] = ("delay", "cut", "half open", "away", "black hole")
+    with Network(redis_server.port) as network:
+        network.delay_s = 0.01
+        url = make_url(redis_server)
+        store = open_redis(url.replace(str(redis_server.port), str(network.port)), timeout_s=0.2)
+        for fault in faults * 2:
+            await asyncio.gather(*(attempt(store, chance, model) for _ in range(6)))
+            network.fault = fault
+            network.cut_after = chance.randrange(3000)
+            for _ in range(3):
+                await asyncio.gather(*(attempt(store, chance, model) for _ in range(6)))
+            network.fault = ""
+            async with asyncio.timeout(2):
+                await asyncio.gather(*(until_it_answers(store, None) for _ in range(6)))
+        for name, known in model.items():
+            record = await store.record(name)
+            assert (record and record.digest) in known
+            if record is not None:
+                content = await store.get(record.digest)
+                assert isinstance(content, bytes)
+                assert hashlib.sha256(content).digest() == record.digest
+        assert [finding async for finding in store.scrub() if finding.note] == []
+        store.grace_s = -1
+        async for _ in store.collect():
+            pass
+        assert await store.size() == len({record.digest for _, record in await store.scan(b"")})
+        await store.close()
+
+
+def test_no_acknowledged_upload_is_lost_when_redis_is_killed_under_load(
+    own_redis: Program, start_server: Callable[..., Server]
+) -> None:
+    url = make_url(own_redis)
+    server = start_server(store=url, workers=1)
+    photos = [make_photo(seed) for seed in range(40)]
+    told: dict[int, str] = {}
+    ended = threading.Event()
+
+    def upload() -> None:
+        with requests.Session() as http:
+            http.trust_env = False
+            for seed in itertools.cycle(range(len(photos))):
+                if ended.is_set():
+                    return
+                answer = http.post(f"{server.url}/upload", data=photos[seed], headers={"Content-Type": "jpeg"})
+                assert answer.status_code in (200, 503)
+                if answer.status_code == 200 and answer.json()["ret"]:
+                    told[seed] = answer.json()["info"]["md5"]
+
+    with ThreadPoolExecutor(2) as pool:
+        uploads = [pool.submit(upload) for _ in range(2)]
+        for count in (5, 15):
+            wait_until(lambda count=count: len(told) > count, 20)  # type: ignore[misc]
+            own_redis.kill()
+            own_redis.start()
+        ended.set()
+        for each in uploads:
+            each.result(30)
+    wait_until(lambda: server.get("/health").status_code == 200, 5)
+    for seed, md5 in told.items():
+        wait_until(lambda md5=md5: server.get(f"/{md5}?p=0").status_code == 200, 2)  # type: ignore[misc]
+        assert server.get(f"/{md5}?p=0").content == photos[seed]
 
 
 # Blobs in pieces
@@ -343,6 +453,24 @@ def test_the_partitions_are_spread_evenly_over_the_slots_of_a_cluster() -> None:
     assert [key_slot(place.base(number) + b"n/x") // 256 for number in range(64)] == list(range(64))
 
 
+def test_what_may_be_a_records_by_now_is_not_let_go_of() -> None:
+    data = b"an image"
+    names = [image_name(hashlib.sha256(data).hexdigest()), image_name(hashlib.md5(data).hexdigest())]
+    place = read_redis_url("redis+cluster://host")
+    change = Change(names, lambda name, old: make_record(data), None, [place.base(number) for number in range(64)])
+    change.look(names, [None, None])
+    own = change.next_step()
+    assert own is not None
+    assert ([each.name for each in own.changes], len(own.uses)) == (names[:1], 2)
+    change.complete(own)
+    other = change.next_step()
+    assert other is not None
+    assert ([each.name for each in other.changes], other.uses) == (names[1:], [])
+    assert [use.name for use in change.loose] == names[1:]
+    change.doubt(other)
+    assert change.loose == []
+
+
 @pytest.mark.parametrize("prefix", [b"a", b"a/\xff", b"\xff\xff", b""])
 def test_what_is_behind_a_prefix_is_behind_all_its_names_and_before_all_others(prefix: bytes) -> None:
     end = name_after(prefix)
@@ -393,7 +521,7 @@ async def test_a_store_on_a_cluster_finds_slots_that_move_meanwhile(
 async def test_a_silent_server_of_a_cluster_takes_its_share_away_and_no_more(
     redis_cluster: list[Program], store_url: str
 ) -> None:
-    store = open_redis(store_url, timeout_s=0.2)
+    store = open_redis(store_url, timeout_s=0.4)
     names = [b"n/%d" % number for number in range(30)]
     await asyncio.gather(*(put(store, name, name) for name in names))
     redis_cluster[1].process.send_signal(signal.SIGSTOP)
@@ -410,12 +538,7 @@ async def test_a_silent_server_of_a_cluster_takes_its_share_away_and_no_more(
     assert 5 < len(answered) < 25
     assert [guard.is_away for guard in store.guards].count(True) == 1
     async with asyncio.timeout(2):
-        while True:
-            try:
-                assert None not in await asyncio.gather(*(store.record(name) for name in names))
-                break
-            except StoreDown:
-                await asyncio.sleep(0.02)
+        await asyncio.gather(*(until_it_answers(store, name) for name in names))
     await store.close()
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import random
+import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -21,7 +22,7 @@ from uvimg.config import ConfigError, load
 from uvimg.core.address import image_name, rendition_name, value_name
 from uvimg.core.coding import coding_name
 from uvimg.core.sharing import may_be_shared
-from uvimg.store import Record
+from uvimg.store import Record, find_look, open_store
 from uvimg.store.memory import MemoryStore
 from uvimg.store.sharing import MAX_SHARED_BYTES, SharedCache, SharingStore, open_cache
 
@@ -84,6 +85,40 @@ async def test_originals_values_intermediates_and_what_is_large_stay_in_the_stor
             assert await one.get(make_record(data).digest) == data
             assert await other.record(name) is None
     assert [may_be_shared(name) for name in names] == [False, False, False, True]
+
+
+async def test_a_redis_cluster_is_a_cache_too(redis_cluster: list[Program]) -> None:
+    url = "redis+cluster://" + ",".join(f"127.0.0.1:{program.port}" for program in redis_cluster)
+    async with sharing(url) as one, sharing(url) as other:
+        names = {rendition_name(hashlib.sha256(b"%d" % number).digest(), "w1"): b"%d" % number for number in range(50)}
+        for name, data in names.items():
+            await put(one, name, data)
+        for name, data in names.items():
+            assert has_bytes(await other.record(name), data)
+        assert {guard.name.split(":")[0] for guard in other.cache_guards} == {"shared cache redis 127.0.0.1"}
+
+
+async def test_a_store_that_looks_at_several_names_at_once_does_so_beside_the_cache(
+    program: Program, redis_server: Program
+) -> None:
+    cache = open_cache(url_of(program), 2)
+    assert cache is not None
+    far = open_store(f"redis://127.0.0.1:{redis_server.port}?prefix={secrets.token_hex(4)}:")
+    async with contextlib.AsyncExitStack() as stack:
+        store = SharingStore(far, cache, 60)
+        stack.push_async_callback(store.close)
+        look = find_look(store)
+        assert look is not None
+        image, large = image_name(ORIGINAL.hex()), rendition_name(ORIGINAL, "w9999")
+        await put(store, image, b"original")
+        await put(store, large, make_bytes(MAX_SHARED_BYTES + 1))
+        assert await look([image, NAME]) == ([make_record(b"original"), None], None)
+        await put(store, NAME, b"small")
+        (original, rendition), _ = await look([image, NAME])
+        assert original == make_record(b"original")
+        assert has_bytes(rendition, b"small")
+        assert (await look([image, large]))[0][1] == make_record(make_bytes(MAX_SHARED_BYTES + 1))
+        assert await look([image]) == ([make_record(b"original")], b"original")
 
 
 async def test_what_the_store_has_already_stays_there(program: Program) -> None:
@@ -223,7 +258,7 @@ async def test_a_cache_that_accepts_and_never_answers_makes_nobody_wait_for_long
     ],
 )
 def test_an_url_that_is_no_cache_is_refused_with_a_sentence(url: str) -> None:
-    with pytest.raises(ValueError, match="is not a shared cache") as told:
+    with pytest.raises(ValueError, match=r"shared cache|is written|is no parameter") as told:
         open_cache(url, 1)
     assert "secret" not in str(told.value)
     assert open_cache("none", 1) is None
@@ -347,6 +382,6 @@ def test_what_is_secret_is_in_no_log_no_metric_and_no_complaint(
         assert "sesame" not in told
     finally:
         redis.kill()
-    with pytest.raises(ConfigError, match="is not a shared cache") as complaint:
+    with pytest.raises(ConfigError, match="is written HOST") as complaint:
         load({"cache": "redis://:swordfish@"}, {})
     assert "swordfish" not in str(complaint.value)

@@ -11,6 +11,7 @@ import pytest
 
 from uvimg.apps.keyvalue import KeyValue, KeyValueSettings
 from uvimg.apps.values import UNTYPED, Values, receive_bytes
+from uvimg.coders import Coders
 from uvimg.core.access import parse_rules
 from uvimg.core.address import Digest
 from uvimg.core.errors import LogicalError, Overloaded, TooLarge, UvimgError
@@ -95,7 +96,9 @@ async def test_an_append_does_not_outgrow_the_largest_value() -> None:
 async def test_what_answers_hold_in_memory_counts_until_they_have_gone() -> None:
     """Each of these asks for 100,000 keys in 800 KB, and is read by nobody."""
     everybody = parse_rules("allow all")
-    app = KeyValue(KeyValueSettings("olegdb", 8 << 20, everybody, everybody, ()), MemoryStore(), lambda: START_S)
+    app = KeyValue(
+        KeyValueSettings("olegdb", 8 << 20, everybody, everybody, ()), MemoryStore(), Coders(64 << 20), lambda: START_S
+    )
     async with app.values.receive(pieces_of(bytes(2_000_000))) as received:
         await app.values.write(b"kv/default/00000", received, UNTYPED, None, lambda old: None)
     body = b"".join(b"%05d\n" % number for number in range(99_000))

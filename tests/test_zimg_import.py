@@ -1,11 +1,16 @@
 """`uvimg import-zimg`: what a zimg has stored is served under the ids that its clients know."""
 
 import hashlib
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+import redis
+
+from tests.backends import Program, start_memcached
 from tests.conftest import Server, make_photo
 
 
@@ -59,6 +64,65 @@ def test_what_is_not_what_zimg_says_it_is_is_told_and_left_out(tmp_path: Path) -
     assert "cannot be decoded" in told[cut]
     assert "cannot be read" in told[missing]
     assert good not in told
+
+
+def test_a_zimg_that_kept_its_images_in_redis_is_taken_over(tmp_path: Path, redis_server: Program) -> None:
+    client = redis.Redis(port=redis_server.port, db=9)
+    client.flushdb()
+    photos = {hashlib.md5(photo).hexdigest(): photo for photo in map(make_photo, range(5))}
+    for id, photo in photos.items():
+        client.set(id, photo)
+        client.set(f"{id}:100:100:1:0:-1:-1:0:75:jpeg", b"a rendition")
+    client.set("f" * 32, make_photo(9))
+    url = f"redis://127.0.0.1:{redis_server.port}/9"
+    done = run(f"--store=local:{tmp_path}/data", "--workers=1", url)
+    client.flushdb()
+    assert done.returncode == 1
+    assert done.stdout.startswith("f" * 32 + ": its bytes have another MD5")
+    assert done.stdout.endswith("5 originals imported, 0 were there, 1 failed\n")
+    again = run(f"--store=local:{tmp_path}/data", "--workers=1", url)
+    assert (again.returncode, again.stdout) == (0, "0 originals imported, 0 were there\n")
+
+
+def test_a_zimg_that_kept_its_images_in_memcached_is_taken_over_by_a_list(tmp_path: Path) -> None:
+    server = start_memcached(tmp_path)
+    try:
+        photos = {hashlib.md5(photo).hexdigest(): photo for photo in map(make_photo, range(4))}
+        with socket.create_connection(("127.0.0.1", server.port), 5) as client:
+            for id, photo in photos.items():
+                client.sendall(b"set %b 0 0 %d\r\n%b\r\n" % (id.encode(), len(photo), photo))
+                assert client.recv(100) == b"STORED\r\n"
+        (tmp_path / "ids").write_text("\n".join([*photos, "", "0" * 32]) + "\n")
+        url = f"memcached://127.0.0.1:{server.port}"
+        blind = run(f"--store=local:{tmp_path}/data", "--workers=1", url)
+        assert (blind.returncode, "--ids FILE" in blind.stderr) == (1, True)
+        done = run(f"--store=local:{tmp_path}/data", "--workers=1", "--ids", str(tmp_path / "ids"), url)
+    finally:
+        server.kill()
+    assert done.returncode == 1
+    assert done.stdout == (f"{'0' * 32}: its original is not there\n4 originals imported, 0 were there, 1 failed\n")
+
+
+@pytest.mark.parametrize(
+    ("origin", "ids", "told"),
+    [
+        ("redis://127.0.0.1:1", "", "does not answer"),
+        ("redis+cluster://127.0.0.1:1", "", "not a cluster"),
+        ("memcached://", "", "memcached is written"),
+        ("redis://a:b:c", "", "HOST:PORT"),
+        (".", "odd", "line 2: not 32 hex digits"),
+        (".", "missing", "missing: No such file"),
+    ],
+)
+def test_what_cannot_be_imported_is_told_in_one_line(
+    origin: str, ids: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "odd").write_text("0" * 32 + "\nrm -rf\x1b[0m\n")
+    done = run("--store=local:data", "--workers=1", *(["--ids", ids] if ids else []), origin)
+    assert done.returncode in (1, 2)
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_folder_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:

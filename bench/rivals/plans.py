@@ -6,31 +6,22 @@ What a request costs above this is what the service and the pool cost. It calls 
 answers a job, so the same engines do the same plans.
 """
 
-import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from bench.rivals import loop
 from bench.work import Task
-from uvimg import imaging
 from uvimg.core.formats import FORMATS, recognise
 from uvimg.core.plan import Plan, Rules, Source, make_plan
 from uvimg.core.route import Params
-from uvimg.imaging import Inspect, Inspected, Job, Limits, Render, Rendered, Reply, worker
-
-# Behind the job and the original: what scripted types need, which no plan does.
-_REST = (None,) * (len(inspect.signature(worker._answer).parameters) - 2)
-
-
-def _answer(job: Job, original: worker.Original) -> tuple[Reply, bytes]:
-    return worker._answer(job, original, *_REST)
+from uvimg.imaging import Inspect, Inspected, Limits, Render, Rendered, rendering, worker
 
 
 def _carry_out(data: bytes, job: Render) -> bytes:
     with worker.Original(data, None, len(data)) as original:
-        answer, body = _answer(job, original)
+        answer, body = worker._answer(job, original, None)
     assert isinstance(answer, Rendered), answer
     return body
 
@@ -39,10 +30,10 @@ def _prepare(data: bytes, tasks: Sequence[Task]) -> list[loop.Job]:
     format = recognise(data[:64])
     assert format is not None
     with worker.Original(data, None, len(data)) as original:
-        inspected, _ = _answer(Inspect(format, Limits()), original)
+        inspected, _ = worker._answer(Inspect(format, Limits()), original, None)
     assert isinstance(inspected, Inspected), inspected
     source = inspected.source
-    return [partial(_carry_out, data, _order(_plan(task, source, len(data)), source)) for task in tasks]
+    return [partial(_carry_out, data, rendering(_plan(task, source, len(data)), source)) for task in tasks]
 
 
 def _plan(task: Task, source: Source, size: int) -> Plan:
@@ -55,12 +46,6 @@ def _plan(task: Task, source: Source, size: int) -> Plan:
         f=task.format,
     )
     return make_plan(params, source, size, Rules())
-
-
-def _order(plan: Plan, source: Source) -> Render:
-    # The images app's own way, where there is a choice of engines.
-    rendering: Callable[[Plan, Source], Render] | None = getattr(imaging, "rendering", None)
-    return rendering(plan, source) if rendering else Render(source.format, plan)
 
 
 if __name__ == "__main__":

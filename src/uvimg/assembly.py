@@ -77,7 +77,7 @@ async def assemble(settings: Settings, *, has_siblings: bool = False) -> AsyncIt
                 _starting_images(settings, store, codings, metrics)
             )
         if "kv" in settings.apps:
-            apps["kv"] = await stack.enter_async_context(_starting_values(settings, store))
+            apps["kv"] = await stack.enter_async_context(_starting_values(settings, store, codings.coders))
         if "documents" in settings.apps:
             apps["documents"] = Documents(_documents_settings(settings), store, codings)
         access_log = logs.make_access_log() if settings.access_log else None
@@ -179,9 +179,9 @@ def _open_store(settings: Settings) -> Store:
 
 
 @contextlib.asynccontextmanager
-async def _starting_values(settings: Settings, store: Store) -> AsyncIterator[KeyValue]:
+async def _starting_values(settings: Settings, store: Store, coders: Coders) -> AsyncIterator[KeyValue]:
     """The key-value app, and the removal of what expires."""
-    app = KeyValue(_values_settings(settings), store)
+    app = KeyValue(_values_settings(settings), store, coders)
     sweeping = asyncio.create_task(app.values.keep_sweeping())
     try:
         yield app

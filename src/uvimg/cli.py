@@ -207,18 +207,22 @@ async def _copy(settings: Settings, origin: str, target: str, *, renditions: boo
     return 1 if counts.failed else 0
 
 
-def _import_zimg(settings: Settings, origin: str) -> int:
+def _import_zimg(settings: Settings, origin: str, ids: str) -> int:
     from uvimg import logs
     from uvimg.assembly import CannotStart, open_originals
     from uvimg.imaging.pool import WorkerDied
-    from uvimg.zimg import CannotImport, Counts, Folder, import_images
+    from uvimg.zimg import CannotImport, Counts, import_images, open_zimg
 
+    if settings.store == "memory:":
+        return _complain("memory: is empty at every start and forgets at the end", 2)
     logs.set_up(settings.log, "error")
     counts = Counts()
 
     async def work() -> None:
-        zimg = Folder(origin)
-        async with open_originals(settings) as (store, originals, workers):
+        zimg = open_zimg(origin, ids, settings.max_size, settings.store_timeout_s)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(zimg.close)
+            store, originals, workers = await stack.enter_async_context(open_originals(settings))
             try:
                 await _walk(import_images(zimg, originals, store, counts, 2 * workers), "originals")
             finally:
@@ -433,14 +437,21 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     import_ = commands.add_parser(
         "import-zimg",
-        usage="uvimg import-zimg [--store STORE] FOLDER",
+        usage="uvimg import-zimg [--store STORE] [--ids FILE] FOLDER|redis://HOST:PORT|memcached://HOST:PORT",
         help="take over the images of a zimg",
-        description="Store the originals of a zimg (img_path in its settings) under the ids that its clients know. "
+        description="Store the originals of a zimg under the ids that its clients know: from its img_path (mode 1), or "
+        "from the server that it kept them on (modes 2 and 3). "
         "Each is hashed and decoded like an upload; what is damaged, or no image, is told, and the exit status is 1 "
         "then. Stopped, it can be begun again. The service may be running.",
         epilog="uvimg import-zimg /opt/zimg/img",
     )
-    import_.add_argument("origin", metavar="FOLDER", help="its img_path")
+    import_.add_argument("origin", metavar="FOLDER|URL", help="its img_path, or the server of its modes 2 and 3")
+    import_.add_argument(
+        "--ids",
+        default="",
+        metavar="FILE",
+        help="the MD5s of what is to be imported, one a line, - for stdin: for servers that cannot list their keys",
+    )
     scrub = commands.add_parser(
         "scrub",
         help="verify every stored blob",
@@ -474,7 +485,7 @@ def _make_parser() -> argparse.ArgumentParser:
 # What says which images are taken in, and how they are looked at.
 _OF_ORIGINALS = (
     *("allowed_types", "max_pixels", "max_side", "max_frames", "max_progressive_pixels"),
-    *("workers", "worker_timeout_s", "worker_memory", "sandbox"),
+    *("max_size", "workers", "worker_timeout_s", "worker_memory", "sandbox"),
 )
 
 

@@ -294,7 +294,7 @@ class Settings:
         "none",
         _STORE,
         "Where renditions and compressed copies up to a megabyte are kept instead, for all nodes, and may be lost: "
-        "redis://HOST, rediss://HOST or memcached://HOST[:PORT],…; none for in the store.",
+        "redis://…, redis+cluster://… or memcached://… (see 'Beyond one machine'); none for in the store.",
         check=_check_cache,
         hide=hide_secrets,
     )

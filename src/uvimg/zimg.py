@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import re
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,12 @@ from typing import Protocol
 
 from uvimg.apps.originals import Originals
 from uvimg.core.address import image_name
+from uvimg.core.backend import parse_servers, split_url
 from uvimg.core.errors import StoreDown, StoreFull, UvimgError
+from uvimg.core.redis import read_redis_url
 from uvimg.store import Finding, Store
+from uvimg.store.memcached_servers import Servers
+from uvimg.store.redis_servers import open_servers
 
 _PIECE_BYTES = 262_144
 _STEP = 1000
@@ -36,6 +41,8 @@ class Zimg(Protocol):
 
     def read(self, id: str) -> AsyncGenerator[bytes, None]:
         """An original's bytes, as they are. CannotImport where there are none."""
+
+    async def close(self) -> None: ...
 
 
 class Folder:
@@ -71,6 +78,9 @@ class Folder:
         except OSError as exc:
             raise CannotImport(f"its original cannot be read: {exc.strerror}") from exc
 
+    async def close(self) -> None:
+        pass
+
 
 def _list(path: Path, pattern: str) -> list[str]:
     """The folders in a folder whose names are like this, in order."""
@@ -83,6 +93,96 @@ def _list(path: Path, pattern: str) -> list[str]:
 
 def _folders(id: str) -> tuple[str, str]:
     return str(int(id[:3], 16) // 4), str(int(id[3:6], 16) // 4)
+
+
+class RedisKeys:
+    """zimg's mode 3: a server that speaks Redis' protocol (SSDB), where an original's key is its MD5."""
+
+    def __init__(self, url: str, max_bytes: int, timeout_s: float) -> None:
+        place = read_redis_url(url)
+        if place.is_cluster:
+            raise CannotImport("a zimg has one server, not a cluster")
+        self._servers, self._max_bytes = open_servers(place, timeout_s), max_bytes
+
+    async def ids(self) -> AsyncIterator[str]:
+        cursor = b"0"
+        while True:
+            try:
+                # A key may come more than once; it is there already then.
+                cursor, keys = await self._servers.ask(0, "SCAN", cursor, "MATCH", "?" * 32, "COUNT", _STEP)
+            except (StoreDown, StoreFull):
+                raise
+            except UvimgError as exc:
+                raise CannotImport("the server cannot list its keys: name the originals with --ids FILE") from exc
+            for key in keys:
+                if re.fullmatch(_ID.pattern.encode(), key):
+                    yield key.decode()
+            if cursor == b"0":
+                return
+
+    async def read(self, id: str) -> AsyncGenerator[bytes, None]:
+        if await self._servers.ask(0, "STRLEN", id) > self._max_bytes:
+            raise CannotImport(f"its original has more than {self._max_bytes} bytes")
+        data = await self._servers.ask(0, "GET", id)
+        if data is None:
+            raise CannotImport("its original is not there")
+        yield data
+
+    async def close(self) -> None:
+        await self._servers.close()
+
+
+class MemcachedKeys:
+    """zimg's mode 2: a server that speaks memcached's protocol (beansdb) and cannot tell what it holds."""
+
+    def __init__(self, rest: str, max_bytes: int, timeout_s: float) -> None:
+        self._servers = Servers(parse_servers(rest), timeout_s, most_bytes=max_bytes)
+
+    async def ids(self) -> AsyncIterator[str]:
+        raise CannotImport("such a server cannot list its keys: name the originals with --ids FILE")
+        yield ""
+
+    async def read(self, id: str) -> AsyncGenerator[bytes, None]:
+        data = await self._servers.get(id.encode())
+        if data is None:
+            raise CannotImport("its original is not there")
+        yield data
+
+    async def close(self) -> None:
+        await self._servers.close()
+
+
+class Chosen:
+    """A zimg whose originals are named in a file, an MD5 a line."""
+
+    def __init__(self, zimg: Zimg, path: str) -> None:
+        self._path = path
+        self.read, self.close = zimg.read, zimg.close
+
+    async def ids(self) -> AsyncIterator[str]:
+        try:
+            with sys.stdin if self._path == "-" else open(self._path, errors="replace") as file:
+                for number, line in enumerate(file, 1):
+                    id = line.strip().lower()
+                    if id and not _ID.fullmatch(id):
+                        raise CannotImport(f"{self._path}, line {number}: not 32 hex digits: {id[:50]!a}")
+                    if id:
+                        yield id
+        except OSError as exc:
+            raise CannotImport(f"{self._path}: {exc.strerror}") from exc
+
+
+def open_zimg(origin: str, ids: str, max_bytes: int, timeout_s: float) -> Zimg:
+    """What a zimg has stored, by the folder or the server; `ids` is a file, "" for all. CannotImport, ValueError."""
+    scheme, _, rest = origin.partition(":")
+    if rest.startswith("//") and scheme in ("redis", "rediss", "redis+cluster", "rediss+cluster"):
+        zimg: Zimg = RedisKeys(origin, max_bytes, timeout_s)
+    elif rest.startswith("//") and scheme == "memcached":
+        split_url(origin)
+        zimg = MemcachedKeys(rest, max_bytes, timeout_s)
+    else:
+        zimg = Folder(origin)
+    return Chosen(zimg, ids) if ids else zimg
 
 
 @dataclass(slots=True)

@@ -70,7 +70,7 @@ class Codings:
     """The copies of one store. `level` is zstd's while a client waits."""
 
     def __init__(self, store: Store, coders: Coders, level: int, keep: Keep) -> None:
-        self._store, self._coders, self._keep = store, coders, keep
+        self._store, self.coders, self._keep = store, coders, keep
         self._quick = {**QUICK, "zstd": level}
         self._tasks: set[asyncio.Task[None]] = set()
         self._keeping: set[bytes] = set()
@@ -146,7 +146,7 @@ class Codings:
             return answer
         if request.method == "HEAD":
             # How long it would be takes making it.
-            return Response(200, fields, Pieces(_nothing()), origin="made")
+            return Response(200, fields, Pieces(nothing()), origin="made")
         content = await self._store.get(record.digest)
         if content is None or not _is_whole(record, content):
             close(content)
@@ -154,7 +154,7 @@ class Codings:
         try:
             return Response(200, fields, await self.make(record, content, wanted), origin="made")
         except Overloaded:
-            if wanted.level is not None or not _takes_plain(request):
+            if wanted.level is not None or not takes_plain(request):
                 raise
         return await self.show(request, record, headers, Forced("identity", 0))
 
@@ -215,7 +215,7 @@ class Codings:
         except BaseException:
             close(content)
             raise
-        coded = await self._coders.start(content, wanted.coding, level, dictionary, forced=wanted.level is not None)
+        coded = await self.coders.start(content, wanted.coding, level, dictionary, forced=wanted.level is not None)
         self.made["asked"] += 1
         try:
             first = await coded.step()
@@ -306,7 +306,7 @@ class Codings:
 
     async def _improve_all(self) -> None:
         while self._wanted:
-            await self._coders.until_idle()
+            await self.coders.until_idle()
             name = next(iter(self._wanted))
             record, wanted = self._wanted[name]
             try:
@@ -333,14 +333,14 @@ class Codings:
         except BaseException:
             close(content)
             raise
-        coded = self._coders.start_idly(content, wanted.coding, level, dictionary)
+        coded = self.coders.start_idly(content, wanted.coding, level, dictionary)
         copy = _Copy(name, record, wanted, level, self._store.incoming())
         assert copy.incoming is not None
         try:
             await copy.incoming.__aenter__()
             async for piece in coded:
                 await copy.incoming.write(piece)
-                await self._coders.until_idle()
+                await self.coders.until_idle()
         except BaseException:
             await self.drop(copy)
             raise
@@ -431,7 +431,8 @@ def _choose_wanted(request: Request, record: Record, dictionary: Digest | None, 
     return Wanted(coding, None, dictionary if coding == "dcz" else None)
 
 
-def _takes_plain(request: Request) -> bool:
+def takes_plain(request: Request) -> bool:
+    """Whether a client accepts content that is not coded."""
     try:
         choose_coding(request.headers.get("accept-encoding"), ())
     except NotAcceptable:
@@ -478,7 +479,8 @@ def _answer(answer: Whole | Part, headers: dict[str, str], body: Content | Piece
     return Response(206, headers, body[answer.start : answer.stop], origin=origin)
 
 
-async def _nothing() -> AsyncIterator[bytes]:
+async def nothing() -> AsyncIterator[bytes]:
+    """The body of an answer to HEAD whose size would take making it."""
     pieces: tuple[bytes, ...] = ()
     for piece in pieces:
         yield piece
@@ -509,8 +511,8 @@ async def code_long_answer(headers: Mapping[str, str], response: Response) -> No
 
 
 def code_tagged(headers: Mapping[str, str], fields: dict[str, str], size: int) -> Coding:
-    """The coding for an answer with an ETag, made in this call or not at all; its head's fields are made to say so."""
-    if size > AT_ONCE_BYTES or not is_worth_coding(fields.get("Content-Type", ""), size):
+    """The coding for an answer with an ETag, of so many bytes; its head's fields are made to say so."""
+    if not is_worth_coding(fields.get("Content-Type", ""), size):
         return "identity"
     coding = choose_coding(headers.get("accept-encoding"), OFFERED)
     add_vary(fields, "Accept-Encoding")

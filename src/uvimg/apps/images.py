@@ -162,8 +162,8 @@ class Images:
 
         self._plan, self._known_route = plan, known_route
         self._look = find_look(store)
-        # Records of originals as they were when last seen.
-        self._known: LRUCache[str, Record] = LRUCache(_MOST_KNOWN)
+        # Records of originals as they were when last seen, by their ids.
+        self._known: dict[str, Record] = {}
         # Plans of types, and whether renditions of them last; None where there is no such type.
         self._asked: LRUCache[tuple[str, Source], tuple[Plan, bool] | None] = LRUCache(_MOST_ASKED)
 
@@ -299,7 +299,11 @@ class Images:
                 rendition, origin = await self._find_or_make(query, original, plan, key, ahead)
                 return rendition
 
-            rendition = await self._cache.get((original.digest, key), make)
+            rendition = self._take_ahead(original, key, ahead)
+            if rendition is None:
+                rendition = await self._cache.get((original.digest, key), make)
+            else:
+                origin = "store"
             record, body = rendition.record, rendition.body
         answer = self._choose_answer(request, record)
         if isinstance(answer, Response):
@@ -337,7 +341,10 @@ class Images:
             original = await self._store.record(name)
         if original is None:
             self._known.pop(query.image_id, None)
-        elif original is not known:
+        else:
+            if len(self._known) == _MOST_KNOWN and known is None:
+                # Not the one that was asked for least: that would cost more than the look that it saves.
+                del self._known[next(iter(self._known))]
             self._known[query.image_id] = original
         return original, ahead
 
@@ -426,15 +433,24 @@ class Images:
 
     # Making
 
+    def _take_ahead(self, original: Record, key: str, ahead: _Ahead) -> Rendition | None:
+        """The rendition that came along, if it is the right one and whole."""
+        record, body = ahead.record, ahead.body
+        if record is None or body is None or len(body) != record.size:
+            return None
+        if ahead.name != rendition_name(original.digest, key):
+            return None
+        rendition = Rendition(record, body)
+        self._cache.keep((original.digest, key), rendition)
+        return rendition
+
     async def _find_or_make(
         self, query: Show, original: Record, plan: Plan | None, key: str, ahead: _Ahead
     ) -> tuple[Rendition, str]:
         """A rendition, and whether it came from the store or was made."""
         name = rendition_name(original.digest, key)
         record = ahead.record if ahead.name == name else await self._store.record(name)
-        content: Content | None = ahead.body if ahead.name == name else None
-        if content is None and record is not None:
-            content = await find_bytes(self._store, record)
+        content = None if record is None else await find_bytes(self._store, record)
         close(content)
         if record is not None and content is not None and is_whole(record, content):
             return Rendition(without_bytes(record), content if isinstance(content, bytes) else None), "store"

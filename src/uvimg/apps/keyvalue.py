@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from uvimg.apps.codings import code_tagged
+from uvimg.apps.codings import code_tagged, nothing, takes_plain
 from uvimg.apps.procedures import Procedures
 from uvimg.apps.values import INLINE_BYTES, Received, Values, close, read_pieces, receive_bytes, whole
-from uvimg.coders import code_now
+from uvimg.coders import AT_ONCE_BYTES, Coders, code_now
 from uvimg.core.access import AccessRules, Network, find_client, is_cross_site, is_rebound
-from uvimg.core.coding import QUICK
+from uvimg.core.coding import QUICK, Coding
 from uvimg.core.errors import (
     BadRequest,
     Forbidden,
@@ -107,8 +107,10 @@ class KeyValue:
 
     name = "kv"
 
-    def __init__(self, settings: KeyValueSettings, store: Store, clock: Callable[[], float] = time.time) -> None:
-        self._settings, self._store, self._clock = settings, store, clock
+    def __init__(
+        self, settings: KeyValueSettings, store: Store, coders: Coders, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._settings, self._store, self._coders, self._clock = settings, store, coders, clock
         self.values = Values(store, settings.max_bytes, clock)
         self._procedures = Procedures(self.values, settings.dialect)
         self._started = time.monotonic()
@@ -132,7 +134,11 @@ class KeyValue:
                 body = record.inline if record.inline is not None else whole(record, near.get(record.digest))
                 if body is None:
                     return None
-                response = _answer_value(request, record, body)
+                answer = _answer_value(request, record, body)
+                if isinstance(answer, _ToCode):
+                    close(body)
+                    return None
+                response = answer
             if lasts:
                 response.lasts = "while the store is unchanged"
         elif isinstance(query, Options):
@@ -216,7 +222,27 @@ class KeyValue:
 
     async def _read(self, request: Request, name: bytes) -> Response:
         found = await self.values.read(name)
-        return _answer_text(404, MISSING) if found is None else _answer_value(request, *found)
+        return _answer_text(404, MISSING) if found is None else await self._answer_value(request, *found)
+
+    async def _answer_value(self, request: Request, record: Record, content: Content) -> Response:
+        """An answer with a value that is there, coded a piece at a time where it is long."""
+        answer = _answer_value(request, record, content)
+        if isinstance(answer, Response):
+            return answer
+        if request.method == "HEAD":
+            # How long it would be takes making it.
+            close(content)
+            return Response(200, answer.headers, Pieces(nothing()))
+        try:
+            coded = await self._coders.start(content, answer.coding, QUICK[answer.coding])
+        except Overloaded:
+            again = await self.values.content(record) if takes_plain(request) else None
+            if again is None:
+                raise
+            plain = _answer_value(request, record, again, plain=True)
+            assert isinstance(plain, Response)
+            return plain
+        return Response(200, answer.headers, Pieces(coded, coded.close))
 
     async def _write(self, request: Request, name: bytes) -> Response:
         headers = request.headers
@@ -281,7 +307,7 @@ class KeyValue:
                 (record, content) if content is not None else await self.values.read(name_record(query.database, key))
             )
             if found is not None:
-                response = _answer_value(request, *found)
+                response = await self._answer_value(request, *found)
                 response.headers["X-Olegdb-Key"] = spell_key(key)
                 return response
         raise NotFound(NO_RECORDS)
@@ -418,8 +444,16 @@ def _etag(record: Record) -> str:
     return f'"{record.digest.hex()[:32]}"'
 
 
-def _answer_value(request: Request, record: Record, body: Content) -> Response:
-    """200, 206, 304, 412 or 416 with a value that is there."""
+@dataclass(frozen=True, slots=True)
+class _ToCode:
+    """A 200 whose body takes long to code; these are the fields of its head."""
+
+    headers: dict[str, str]
+    coding: Coding
+
+
+def _answer_value(request: Request, record: Record, body: Content, *, plain: bool = False) -> Response | _ToCode:
+    """200, 206, 304, 412 or 416 with a value that is there; a `plain` one is not coded, though it could be."""
     headers = {"Content-Type": record.type, "ETag": _etag(record)}
     if record.expires_s:
         headers["Expires"] = str(record.expires_s)
@@ -427,9 +461,11 @@ def _answer_value(request: Request, record: Record, body: Content) -> Response:
     if not _known_inert(record.type):
         headers["Content-Security-Policy"] = _LOCKED_DOWN
     ranges = request.method == "GET"
-    coding = "identity" if isinstance(body, FilePart) else code_tagged(request.headers, headers, len(body))
+    coding = code_tagged({} if plain else request.headers, headers, record.size)
     # When it was changed is known to the second alone, so dates decide nothing.
     match choose_answer(request.headers, headers["ETag"], None, record.size, ranges=ranges and coding == "identity"):
+        case Whole() if coding != "identity" and (isinstance(body, FilePart) or len(body) > AT_ONCE_BYTES):
+            return _ToCode(headers, coding)
         case Whole() if coding != "identity":
             assert isinstance(body, bytes)
             return Response(200, headers, code_now(body, coding, QUICK[coding]))

@@ -10,22 +10,18 @@ from uvimg.core.place import Tcp
 from uvimg.core.redis import read_redis_url
 
 # What is written behind each scheme, as told to who wrote something else.
-SCHEMES = {
-    "local": "local:DIR",
-    "memory": "memory:",
-    "s3": "s3://BUCKET/PREFIX",
-    "gs": "gs://BUCKET/PREFIX",
-    "az": "az://CONTAINER/PREFIX",
+_SERVERS = {
     "redis": "redis://HOST:PORT/DATABASE",
     "rediss": "rediss://HOST:PORT/DATABASE",
     "redis+cluster": "redis+cluster://HOST:PORT,HOST:PORT",
     "rediss+cluster": "rediss+cluster://HOST:PORT,HOST:PORT",
-    "memcached": "memcached://HOST[:PORT][,HOST[:PORT]…]",
+    "memcached": "memcached://HOST[:PORT],HOST[:PORT]",
 }
-# Those that need no server, and those that lie in a bucket.
+_BUCKETS = {"s3": "s3://BUCKET/PREFIX", "gs": "gs://BUCKET/PREFIX", "az": "az://CONTAINER/PREFIX"}
+# Those that need no server.
 NEAR_SCHEMES = ("local", "memory")
-_BUCKETS = ("s3", "gs", "az")
-CACHES = {"redis": "redis://HOST", "rediss": "rediss://HOST", "memcached": SCHEMES["memcached"]}
+SCHEMES = {"local": "local:DIR", "memory": "memory:", **_BUCKETS, **_SERVERS}
+CACHES = {"none": "none", **_SERVERS}
 
 # memcached's own.
 _MEMCACHED_PORT = 11211
@@ -42,10 +38,8 @@ def split_url(url: str) -> tuple[str, str]:
         raise ValueError(f"'{hide_secrets(url)}' is not a store: write {' or '.join(SCHEMES.values())}")
     if scheme in _BUCKETS:
         parse_bucket(scheme, rest)
-    if scheme.startswith("redis"):
-        read_redis_url(url)
-    if scheme == "memcached" and not parse_servers(rest):
-        raise ValueError(f"'{hide_secrets(url)}' is not a store: write {SCHEMES['memcached']}")
+    if scheme in _SERVERS:
+        _check_servers(scheme, url, rest)
     return scheme, rest
 
 
@@ -54,11 +48,17 @@ def split_cache(url: str) -> tuple[str, str] | None:
     scheme, colon, rest = url.partition(":")
     if url == "none":
         return None
-    # The host of a Redis has a name of at least one letter, behind user and password where they are.
-    well = parse_servers(rest) if scheme == "memcached" else re.match(r"//(?:[^/?#]*@)?[\w\[]", rest)
-    if not colon or scheme not in CACHES or not well:
-        raise ValueError(f"'{hide_secrets(url)}' is not a shared cache: write none or {' or '.join(CACHES.values())}")
+    if not colon or scheme not in _SERVERS:
+        raise ValueError(f"'{hide_secrets(url)}' is not a shared cache: write {' or '.join(CACHES.values())}")
+    _check_servers(scheme, url, rest)
     return scheme, rest
+
+
+def _check_servers(scheme: str, url: str, rest: str) -> None:
+    if scheme != "memcached":
+        read_redis_url(url)
+    elif not parse_servers(rest):
+        raise ValueError(f"memcached is written {_SERVERS[scheme]}, each server once and without a password")
 
 
 def parse_servers(rest: str) -> tuple[Tcp, ...]:

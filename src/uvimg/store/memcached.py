@@ -25,7 +25,7 @@ from uvimg.core.address import Digest
 from uvimg.core.backend import parse_servers
 from uvimg.core.errors import NotImplementedHere, Overloaded, UvimgError
 from uvimg.core.message import Content
-from uvimg.store import MAX_NAME_BYTES, SMALL_BLOB_BYTES, Decide, Finding, Incoming, Measures, Near, Record
+from uvimg.store import MAX_NAME_BYTES, Decide, Finding, Incoming, Measures, Near, Record
 from uvimg.store.guard import Guard
 from uvimg.store.memcached_servers import Servers, exptime_at
 from uvimg.store.spool import Spool
@@ -34,6 +34,8 @@ log = logging.getLogger("uvimg.store")
 
 T = TypeVar("T")
 
+# Up to here the bytes are in the item that tells of a blob: one question, where a chunk takes another and 0.1 ms more.
+_WITHIN_BYTES = 256 << 10
 # Half of what a server takes as one item, so that one with a lower limit does too.
 CHUNK_BYTES = 512 << 10
 # A head that says more is none of ours, and nobody asks for its chunks.
@@ -181,13 +183,14 @@ class MemcachedStore:
             new = step.new
             if new is not None and new.inline is None and (not step.stays or (blob and blob.digest == new.digest)):
                 by_digest.setdefault(new.digest, []).append(step)
-        provided: list[_Step] = []
+        provided: list[tuple[Digest, _Step]] = []
         for digest, each in by_digest.items():
             if not await self._provide(digest, [step.token for step in each], blob):
-                for step in provided:
-                    await self._give_up(step)
+                for other, step in provided:
+                    if step.is_new_token:
+                        await self._release(other, step.token)
                 raise _NoBlob([step.old for step in steps])
-            provided += each
+            provided += [(digest, step) for step in each]
 
     async def _take_step(
         self, step: "_Step", decide: Decide, blob: Spool | None
@@ -201,8 +204,10 @@ class MemcachedStore:
                     await self._release(step.entry.record.digest, step.entry.token)
                 return step.old, step.new
             await _pause(tries)
-            await self._give_up(step)
             entry, cas = await self._find(step.name)
+            if step.new is not None and step.new.inline is None and (entry is None or entry.token != step.token):
+                # A binding that has not come about, or is no more.
+                await self._release(step.new.digest, step.token)
             step = _Step(step.name, entry, cas, decide(step.name, None if entry is None else entry.record))
             try:
                 await self._provide_all([step], blob)
@@ -225,11 +230,6 @@ class MemcachedStore:
     async def _find(self, name: bytes) -> tuple[_Entry | None, int | None]:
         item, cas = await self._servers.gets(_name_key(name))
         return _read_entry(name, item), cas
-
-    async def _give_up(self, step: "_Step") -> None:
-        """Take back the token of a binding that has not come about."""
-        if step.new is not None and step.new.inline is None and step.is_new_token:
-            await self._release(step.new.digest, step.token)
 
     # Blobs and who names them
 
@@ -298,7 +298,7 @@ class MemcachedStore:
 
     async def _send(self, blob: Spool) -> _Head:
         """Send a blob's bytes; nobody can find them before its head is written."""
-        if blob.size <= SMALL_BLOB_BYTES:
+        if blob.size <= _WITHIN_BYTES:
             return _Head(blob.size, b"", await blob.part(0, blob.size))
         # Of its own: what removes the chunks of one upload never meets those of another.
         head = _Head(blob.size, b"", None, secrets.token_bytes(16))
@@ -423,7 +423,7 @@ def _read_head(item: bytes | None) -> _Head | None:
 
 
 def _is_true(digest: Digest, head: _Head) -> bool:
-    """Whether the bytes in it are the blob's: 36 µs for the largest, where to get it takes 200."""
+    """Whether the bytes in it are the blob's: 2 µs for 3 KB, 140 for the largest, which takes twice that to get."""
     if head.data is not None and hashlib.sha256(head.data).digest() == digest:
         return True
     log.error("the bytes of %s are not its own", digest.hex())

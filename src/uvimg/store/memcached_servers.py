@@ -41,11 +41,13 @@ _MONTH_S = 30 * 24 * 3600
 class Servers:
     """`get` and what else there is raise StoreDown and StoreFull, and never wait for longer than `timeout_s`.
 
-    `role` is what people call them.
+    `role` is what people call them; an answer of more than `most_bytes` is none of ours.
     """
 
-    def __init__(self, servers: Sequence[Tcp], timeout_s: float, role: str = "memcached") -> None:
-        self._clients = {str(server): _Client(server) for server in servers}
+    def __init__(
+        self, servers: Sequence[Tcp], timeout_s: float, role: str = "memcached", most_bytes: int = _MAX_ANSWER_BYTES
+    ) -> None:
+        self._clients = {str(server): _Client(server, most_bytes) for server in servers}
         self._guards = {name: Guard(f"{role} {name}", _translate, timeout_s) for name in self._clients}
         self._ring = Ring(list(self._clients))
 
@@ -114,8 +116,9 @@ class _Refused(Exception):
 class _Client(Client):
     """One server. Every command that is used comes down to one of the two methods that are made anew below."""
 
-    def __init__(self, server: Tcp) -> None:
+    def __init__(self, server: Tcp, most_bytes: int) -> None:
         super().__init__(server.host, server.port)
+        self._most_bytes = most_bytes
         self._pool = _Connections(server)
 
     async def take(self, key: bytes, cas: int) -> bool:
@@ -151,7 +154,7 @@ class _Client(Client):
                     size, cas = int(length), int(rest[0]) if rest else None
                 case _:
                     raise ValueError("an odd answer to get")
-            if not 0 <= size <= _MAX_ANSWER_BYTES:
+            if not 0 <= size <= self._most_bytes:
                 raise ValueError("an answer that is too long")
             data = await conn.reader.readexactly(size + 2)
             if data[size:] != b"\r\n" or await _read_line(conn.reader) != b"END":

@@ -68,7 +68,10 @@ _LOOK = Script(
     """
 local answer = redis.call('MGET', unpack(KEYS))
 local last = answer[#KEYS]
-answer[#KEYS + 1] = last and redis.call('GET', ARGV[1] .. 'b/' .. string.sub(last, 20, 51))
+if last then
+  local blob = ARGV[1] .. 'b/' .. string.sub(last, 20, 51)
+  if redis.call('STRLEN', blob) <= 65536 then answer[#KEYS + 1] = redis.call('GET', blob) end
+end
 return answer
 """
 )
@@ -106,7 +109,7 @@ class RedisStore:
     async def get(self, digest: Digest) -> Content | None:
         partition = find_blob_partition(digest, self._partitions)
         base = self._bases[partition]
-        data: bytes | None = await self._servers.ask(partition, "GET", base + b"b/" + digest)
+        data: bytes | None = await self._servers.ask(partition, "GET", base + b"b/" + digest, is_long=True)
         if data is not None:
             return data
         pieces = base + b"c/" + digest
@@ -121,7 +124,7 @@ class RedisStore:
         file = open_nameless()
         try:
             for command in commands:
-                piece = await self._servers.ask(partition, *command)
+                piece = await self._servers.ask(partition, *command, is_long=True)
                 if piece is None:
                     # Its last name has gone meanwhile.
                     file.close()
@@ -141,7 +144,8 @@ class RedisStore:
             raws, data = await self._read_raw(names), None
         else:
             base = self._bases[0]
-            *raws, data = await run_script(self._servers, 0, _LOOK, [base + b"n/" + name for name in names], [base])
+            answer = await run_script(self._servers, 0, _LOOK, [base + b"n/" + name for name in names], [base])
+            raws, data = answer[: len(names)], answer[len(names)] if len(answer) > len(names) else None
         return [None if raw is None else read_record(raw) for raw in raws], data
 
     async def is_named(self, digest: Digest) -> bool:
@@ -238,10 +242,12 @@ class RedisStore:
     async def _count(self, group: bytes, now_s: int, counts: dict[bytes, int]) -> None:
         end = name_after(group)
         assert end is not None
-        partitions = range(self._partitions)
-        there = await self._ask_each(partitions, lambda base: ("ZLEXCOUNT", base + b"names", b"[" + group, b"(" + end))
-        gone = await self._ask_each(partitions, lambda base: ("ZCOUNT", base + b"due/" + group, "-inf", now_s))
-        if count := sum(there) - sum(gone):
+        commands: list[tuple[int, Command]] = []
+        for partition, base in enumerate(self._bases):
+            commands.append((partition, ("ZLEXCOUNT", base + b"names", b"[" + group, b"(" + end)))
+            commands.append((partition, ("ZCOUNT", base + b"due/" + group, "-inf", now_s)))
+        found = await self._servers.ask_all(commands)
+        if count := sum(found[::2]) - sum(found[1::2]):
             counts[group] = count
 
     # Changing
@@ -333,7 +339,11 @@ class RedisStore:
     async def _carry_out(self, change: Change) -> None:
         tries = 0
         while (step := change.next_step()) is not None:
-            answer = await self._run(step)
+            try:
+                answer = await self._run(step)
+            except BaseException:
+                change.doubt(step)
+                raise
             if answer[0] == 1:
                 change.complete(step)
             elif answer[0] == 2:
@@ -410,7 +420,7 @@ class RedisStore:
         """All that is in an index, in pages."""
         last = b""
         key = self._bases[partition] + index
-        while page := await self._servers.ask(partition, *_range_command(key, b"", last, _PAGE, False)):
+        while page := await self._servers.ask(partition, *_range_command(key, b"", last, _PAGE, False), is_long=True):
             yield page
             last = page[-1]
 
@@ -440,7 +450,7 @@ class RedisStore:
         cursor: bytes | int = 0
         while True:
             key = self._bases[partition] + b"u/" + digest
-            cursor, members = await self._servers.ask(partition, "SSCAN", key, cursor, "COUNT", _PAGE)
+            cursor, members = await self._servers.ask(partition, "SSCAN", key, cursor, "COUNT", _PAGE, is_long=True)
             yield [Use(digest, member[:VERSION_BYTES], member[VERSION_BYTES:]) for member in members]
             if not int(cursor):
                 return

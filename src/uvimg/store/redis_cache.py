@@ -1,69 +1,39 @@
-"""A cache in Redis: items that may be gone at any time. Needs GET, SET with EX, and DEL."""
+"""A cache in Redis or in a Redis Cluster: items that may be gone at any time. Needs GET, SET with EX, and DEL."""
 
 from collections.abc import Sequence
 
-from redis import asyncio as aioredis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as Unreachable
-from redis.exceptions import OutOfMemoryError, RedisError
-from redis.exceptions import TimeoutError as TimedOut
-
-from uvimg.core.backend import hide_secrets
-from uvimg.core.errors import StoreDown, StoreFull, UvimgError
+from uvimg.core.redis import find_partition, read_redis_url
 from uvimg.store.guard import Guard
-
-_CONNECTIONS = 16
+from uvimg.store.redis_servers import open_servers
 
 
 class RedisCache:
-    """ValueError for a URL that redis cannot read."""
+    """Beside a store in the same Redis it has keys of its own: `s/KEY`, behind the prefix and a partition's tag."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        pool = aioredis.BlockingConnectionPool.from_url(
-            url,
-            max_connections=_CONNECTIONS,
-            timeout=timeout_s,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            socket_keepalive=True,
-            # Its own three tries would make one call take seconds.
-            retry=Retry(NoBackoff(), 0),
-        )
-        try:
-            # Not opened yet; but what the URL says and nobody knows is found out now.
-            pool.make_connection()  # type: ignore[no-untyped-call]
-        except TypeError as exc:
-            raise ValueError("it has a parameter that is not known") from exc
-        self._redis = aioredis.Redis.from_pool(pool)
-        self._guard = Guard(_name(url), _translate, timeout_s)
-        self.guards: Sequence[Guard] = (self._guard,)
+        self._place = read_redis_url(url)
+        self._servers = open_servers(self._place, timeout_s, "shared cache redis")
+
+    @property
+    def guards(self) -> Sequence[Guard]:
+        return self._servers.guards
 
     async def get(self, key: bytes) -> bytes | None:
-        item = await self._guard.run(lambda: self._redis.get(key))
+        partition, own = self._find(key)
+        item = await self._servers.ask(partition, "GET", own)
         return item if isinstance(item, bytes) else None
 
     async def set(self, key: bytes, item: bytes, ttl_s: int) -> None:
-        await self._guard.run(lambda: self._redis.set(key, item, ex=ttl_s))
+        partition, own = self._find(key)
+        await self._servers.ask(partition, "SET", own, item, "EX", ttl_s)
 
     async def delete(self, key: bytes) -> None:
-        await self._guard.run(lambda: self._redis.delete(key))
+        partition, own = self._find(key)
+        await self._servers.ask(partition, "DEL", own)
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        await self._servers.close()
 
-
-def _name(url: str) -> str:
-    """Which server it is, for people."""
-    return f"shared cache {hide_secrets(url)}"
-
-
-def _translate(exc: Exception) -> UvimgError | None:
-    match exc:
-        case OutOfMemoryError():
-            return StoreFull()
-        case Unreachable() | TimedOut() | OSError() | EOFError():
-            return StoreDown()
-        case RedisError():
-            return UvimgError("The shared cache does not take a command that is needed.")
-    return None
+    def _find(self, key: bytes) -> tuple[int, bytes]:
+        partition = find_partition(key, self._place.partitions)
+        return partition, self._place.base(partition) + b"s/" + key

@@ -1,8 +1,10 @@
 """Redis servers, and what is asked of them: a command and its answer, or several in one go.
 
-redis-py connects (authentication, TLS, the database) and hiredis reads; the connections are kept here, for that takes
-20 µs a command where redis-py's pool takes 70. A connection has one call at a time, and is closed when that ends in
-any other way than with all its answers: who comes next never reads another's.
+redis-py connects (authentication, TLS, the database) and hiredis reads; the connections are kept here. What is short
+goes over one line, where those who ask at the same time share a write and a read: the system's part of these costs
+more than all the rest. What is long has a connection of its own meanwhile, so that nobody waits behind it.
+An answer belongs to whoever asked: one who has gone is read for and not told, and a connection on which anything else
+went wrong is closed, so nobody ever reads another's.
 Rule: nothing is asked twice after a failure, but for what a cluster itself sends elsewhere.
 """
 
@@ -11,6 +13,7 @@ import hashlib
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import hiredis
@@ -26,8 +29,10 @@ from uvimg.store.guard import Guard
 
 Command = tuple[bytes | str | int, ...]
 
-# More at once would only wait in the server: it carries out one command after the other.
+# For what is long. More at once would only wait in the server: it carries out one command after the other.
 _MOST_CONNECTIONS = 16
+# A longer command does not go over the line that all share.
+_SHORT_BYTES = 16_384
 # What a cluster may send elsewhere, or ask to be asked again in a moment, before that counts as no answer.
 _MOST_REDIRECTIONS = 8
 _MOMENT_S = 0.02
@@ -52,7 +57,8 @@ class Servers(Protocol):
     @property
     def guards(self) -> Sequence[Guard]: ...
 
-    async def ask(self, partition: int, *command: bytes | str | int) -> Any: ...
+    async def ask(self, partition: int, *command: bytes | str | int, is_long: bool = False) -> Any:
+        """`is_long` tells of an answer that may be."""
 
     async def ask_all(self, commands: Sequence[tuple[int, Command]]) -> list[Any]:
         """Several answers, in one go from each server."""
@@ -60,8 +66,9 @@ class Servers(Protocol):
     async def close(self) -> None: ...
 
 
-def open_servers(place: RedisPlace, timeout_s: float) -> Servers:
-    return _Cluster(place, timeout_s) if place.is_cluster else _One(place, timeout_s)
+def open_servers(place: RedisPlace, timeout_s: float, role: str = "redis") -> Servers:
+    """`role` is what people call each of them."""
+    return _Cluster(place, timeout_s, role) if place.is_cluster else _One(place, timeout_s, role)
 
 
 async def run_script(
@@ -81,9 +88,9 @@ class _NoScript(UvimgError):
 class _Server:
     """One server's connections, behind a guard."""
 
-    def __init__(self, address: tuple[str, int], place: RedisPlace, timeout_s: float) -> None:
+    def __init__(self, address: tuple[str, int], place: RedisPlace, timeout_s: float, role: str) -> None:
         self.address = address
-        self.guard = Guard(f"redis {address[0]}:{address[1]}", _translate, timeout_s)
+        self.guard = Guard(f"{role} {address[0]}:{address[1]}", _translate, timeout_s)
         self._make: type[aioredis.Connection] = aioredis.SSLConnection if place.is_encrypted else aioredis.Connection
         self._options: dict[str, Any] = {
             "host": address[0],
@@ -102,40 +109,132 @@ class _Server:
         }
         self._idle: list[aioredis.Connection] = []
         self._turns = asyncio.Semaphore(_MOST_CONNECTIONS)
+        self._line: _Line | None = None
 
-    async def ask(self, *commands: Command) -> list[Any]:
+    async def ask(self, *commands: Command, is_long: bool = False) -> list[Any]:
         """The answers; those that are errors of these very commands are among them, as exceptions."""
-        async with self._turns:
-            try:
-                return await self.guard.run(lambda: self._exchange(commands))
-            except StoreDown:
-                # Those that nobody uses have lost their other end too, or will have.
-                await self.close()
-                raise
+        packed = b"".join([hiredis.pack_command(command) for command in commands])  # type: ignore[arg-type]
+        is_made = False
 
-    async def _exchange(self, commands: tuple[Command, ...]) -> list[Any]:
+        async def call() -> list[Any]:
+            nonlocal is_made
+            is_made = True
+            if is_long or len(packed) > _SHORT_BYTES:
+                return await self._exchange(packed, len(commands))
+            return await self._share(packed, len(commands))
+
+        try:
+            if is_long or len(packed) > _SHORT_BYTES:
+                async with self._turns:
+                    return await self.guard.run(call)
+            return await self.guard.run(call)
+        except StoreDown:
+            if is_made:
+                # Whatever else is connected has lost its other end too, or will have.
+                await self.close()
+            raise
+
+    async def _exchange(self, packed: bytes, count: int) -> list[Any]:
+        """Ask over a connection of one's own."""
         connection = self._idle.pop() if self._idle else self._make(**self._options)
         try:
-            if connection.is_connected and await connection.can_read():
-                # The other end has gone meanwhile.
-                await connection.disconnect(nowait=True)
-            if not connection.is_connected:
-                await connection.connect()  # type: ignore[no-untyped-call]
-            packed = [hiredis.pack_command(command) for command in commands]  # type: ignore[arg-type]
+            await _prepare(connection)
             await connection.send_packed_command(packed, check_health=False)
-            answers = [await _read(connection) for _ in commands]
+            answers = [await _read(connection) for _ in range(count)]
         except BaseException:
             await connection.disconnect(nowait=True)
             raise
         self._idle.append(connection)
-        for answer in answers:
-            if isinstance(answer, exceptions.ResponseError) and _is_unable(answer):
-                raise answer
-        return answers
+        return _check_able(answers)
+
+    async def _share(self, packed: bytes, count: int) -> list[Any]:
+        """Ask over the line that all share."""
+        if self._line is None or self._line.is_cut:
+            self._line = _Line(self._make(**self._options))
+        return _check_able(await self._line.ask(packed, count))
 
     async def close(self) -> None:
+        if self._line is not None:
+            self._line.cut()
         while self._idle:
             await self._idle.pop().disconnect(nowait=True)
+
+
+class _Line:
+    """A connection for all who ask: what is asked while others are answered goes out in one go. Cut by any failure."""
+
+    def __init__(self, connection: aioredis.Connection) -> None:
+        self.is_cut = False
+        self._connection = connection
+        self._asked: list[_Asked] = []
+        self._woken: asyncio.Future[None] | None = None
+        self._task = asyncio.create_task(self._run())
+
+    def ask(self, packed: bytes, count: int) -> "asyncio.Future[list[Any]]":
+        """The answers to so many commands. Who has gone before they come is not told."""
+        assert not self.is_cut
+        answers: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self._asked.append(_Asked(packed, count, answers))
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
+        return answers
+
+    def cut(self) -> None:
+        if not self.is_cut:
+            self._fail([], "another call was not answered")
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        out: list[_Asked] = []
+        try:
+            while True:
+                if not self._asked:
+                    self._woken = asyncio.get_running_loop().create_future()
+                    await self._woken
+                out, self._asked = [asked for asked in self._asked if not asked.answers.done()], []
+                if out:
+                    await _prepare(self._connection)
+                    packed = b"".join([asked.packed for asked in out])
+                    await self._connection.send_packed_command(packed, check_health=False)
+                for asked in out:
+                    answers = [await _read(self._connection) for _ in range(asked.count)]
+                    if not asked.answers.done():
+                        asked.answers.set_result(answers)
+        except Exception as exc:
+            self._fail(out, f"{type(exc).__name__}: {exc}")
+        finally:
+            self._fail(out, "another call was not answered")
+            await self._connection.disconnect(nowait=True)
+
+    def _fail(self, out: "list[_Asked]", reason: str) -> None:
+        self.is_cut = True
+        for asked in (*out, *self._asked):
+            if not asked.answers.done():
+                asked.answers.set_exception(exceptions.ConnectionError(reason))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Commands that go over the line together, and what becomes of them."""
+
+    packed: bytes
+    count: int
+    answers: "asyncio.Future[list[Any]]"
+
+
+async def _prepare(connection: aioredis.Connection) -> None:
+    """Have it connected: perhaps again, where the other end has gone since."""
+    if connection.is_connected and await connection.can_read():
+        await connection.disconnect(nowait=True)
+    if not connection.is_connected:
+        await connection.connect()  # type: ignore[no-untyped-call]
+
+
+def _check_able(answers: list[Any]) -> list[Any]:
+    for answer in answers:
+        if isinstance(answer, exceptions.ResponseError) and _is_unable(answer):
+            raise answer
+    return answers
 
 
 async def _read(connection: aioredis.Connection) -> Any:
@@ -178,18 +277,20 @@ def _check(answer: Any) -> Any:
 class _One:
     """One server."""
 
-    def __init__(self, place: RedisPlace, timeout_s: float) -> None:
-        self._server = _Server(place.addresses[0], place, timeout_s)
+    def __init__(self, place: RedisPlace, timeout_s: float, role: str) -> None:
+        self._server = _Server(place.addresses[0], place, timeout_s, role)
         self.guards = (self._server.guard,)
 
-    async def ask(self, partition: int, *command: bytes | str | int) -> Any:
-        (answer,) = await self._server.ask(command)
+    async def ask(self, partition: int, *command: bytes | str | int, is_long: bool = False) -> Any:
+        (answer,) = await self._server.ask(command, is_long=is_long)
         return _check(answer)
 
     async def ask_all(self, commands: Sequence[tuple[int, Command]]) -> list[Any]:
         if not commands:
             return []
-        return [_check(answer) for answer in await self._server.ask(*(command for _, command in commands))]
+        return [
+            _check(answer) for answer in await self._server.ask(*(command for _, command in commands), is_long=True)
+        ]
 
     async def close(self) -> None:
         await self._server.close()
@@ -202,8 +303,8 @@ class _Cluster:
     of them; here each server has a guard of its own, and nobody waits for one who asks another.
     """
 
-    def __init__(self, place: RedisPlace, timeout_s: float) -> None:
-        self._place, self._timeout_s = place, timeout_s
+    def __init__(self, place: RedisPlace, timeout_s: float, role: str) -> None:
+        self._place, self._timeout_s, self._role = place, timeout_s, role
         self._servers: dict[tuple[str, int], _Server] = {}
         self._slots = [key_slot(place.base(partition)) for partition in range(place.partitions)]
         self._owners: dict[int, tuple[str, int]] = {}
@@ -216,12 +317,12 @@ class _Cluster:
     def guards(self) -> Sequence[Guard]:
         return [server.guard for server in self._servers.values()]
 
-    async def ask(self, partition: int, *command: bytes | str | int) -> Any:
+    async def ask(self, partition: int, *command: bytes | str | int, is_long: bool = False) -> Any:
         server = await self._find(partition)
         before: tuple[Command, ...] = ()
         for step in range(_MOST_REDIRECTIONS):
             try:
-                answer = (await server.ask(*before, command))[-1]
+                answer = (await server.ask(*before, command, is_long=is_long))[-1]
             except StoreDown:
                 self._is_stale = True
                 raise
@@ -246,7 +347,7 @@ class _Cluster:
 
         async def ask(address: tuple[str, int], indices: list[int]) -> None:
             try:
-                found = await self._server(address).ask(*(commands[index][1] for index in indices))
+                found = await self._server(address).ask(*(commands[index][1] for index in indices), is_long=True)
             except StoreDown:
                 self._is_stale = True
                 raise
@@ -269,7 +370,7 @@ class _Cluster:
     def _server(self, address: tuple[str, int]) -> _Server:
         server = self._servers.get(address)
         if server is None:
-            server = self._servers[address] = _Server(address, self._place, self._timeout_s)
+            server = self._servers[address] = _Server(address, self._place, self._timeout_s, self._role)
         return server
 
     async def _find(self, partition: int) -> _Server:

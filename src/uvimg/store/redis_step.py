@@ -228,9 +228,12 @@ class Change:
                     if find_blob_partition(use.digest, len(self._bases)) == partition:
                         step.releases.append(use)
         if len(partitions) == 1:
-            # Those that hold what this step gives uses of its own.
+            # The last one also lets go of what held blobs until their records had uses.
+            wanted = {each.use for each in self._left()}
             step.releases += [
-                use for use in self.loose if find_blob_partition(use.digest, len(self._bases)) == partition
+                use
+                for use in self.loose
+                if use not in wanted and find_blob_partition(use.digest, len(self._bases)) == partition
             ]
         return step
 
@@ -240,15 +243,21 @@ class Change:
             if use.name:
                 self._names[use.name].use = use
                 self.loose.append(use)
+        settled = set(step.releases)
         for each in step.changes:
             each.is_done = True
             if not each.is_changed:
                 continue
-            if each.use is not None and each.new is not None and each.new.inline is None:
-                self.loose.remove(each.use)
+            if each.use is not None and each.new is not None and each.use.digest == each.new.digest:
+                settled.add(each.use)
             if each.old is not None and each.old.inline is None:
                 self.loose.append(Use(each.old.digest, each.expected, each.name))
-        self.loose = [use for use in self.loose if use not in step.releases]
+        self.loose = [use for use in self.loose if use not in settled]
+
+    def doubt(self, step: Step) -> None:
+        """Nobody knows whether a step has been carried out. The uses that its records would have must stay."""
+        names = {each.name for each in step.changes}
+        self.loose = [use for use in self.loose if use.name not in names]
 
     def _left(self) -> list[Named]:
         return [each for each in self._names.values() if each.is_changed and not each.is_done]

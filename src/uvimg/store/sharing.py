@@ -18,11 +18,11 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from uvimg.core.address import Digest
-from uvimg.core.backend import hide_secrets, split_cache
+from uvimg.core.backend import split_cache
 from uvimg.core.errors import StoreDown, UvimgError
 from uvimg.core.message import Content
 from uvimg.core.sharing import may_be_shared
-from uvimg.store import Decide, Finding, Incoming, Measures, Near, Record, Store
+from uvimg.store import Decide, Finding, Incoming, Look, Measures, Near, Record, Store, find_look
 from uvimg.store.guard import Guard
 
 log = logging.getLogger("uvimg.store")
@@ -65,11 +65,7 @@ def open_cache(url: str, timeout_s: float) -> SharedCache | None:
         case _:
             from uvimg.store.redis_cache import RedisCache
 
-            try:
-                return RedisCache(url, timeout_s)
-            except ValueError as exc:
-                # Its own words may repeat the password.
-                raise ValueError(f"'{hide_secrets(url)}' is not a shared cache: {type(exc).__name__}") from None
+            return RedisCache(url, timeout_s)
 
 
 class Counts(msgspec.Struct):
@@ -88,6 +84,8 @@ class SharingStore:
 
     def __init__(self, store: Store, cache: SharedCache, ttl_s: int, secret: bytes = b"") -> None:
         self._store, self._cache, self._ttl_s, self._secret = store, cache, ttl_s, secret
+        self._store_look = find_look(store)
+        self.look: Look | None = None if self._store_look is None else self._look_in_both
         self._is_full = False
         self.tally = Counts()
 
@@ -122,6 +120,21 @@ class SharingStore:
 
     async def get(self, digest: Digest) -> Content | None:
         return await self._store.get(digest)
+
+    async def _look_in_both(self, names: Sequence[bytes]) -> tuple[list[Record | None], bytes | None]:
+        """`look` of a store that has one. What is asked for last, behind its original, may be in the cache."""
+        look, last, others = self._store_look, names[-1], names[:-1]
+        assert look is not None
+        if not may_be_shared(last):
+            return await look(names)
+        if others:
+            (records, _), found = await asyncio.gather(look(others), self._look(last))
+        else:
+            records, found = [], await self._look(last)
+        if found is not None:
+            return [*records, found], None
+        (record,), body = await look([last])
+        return [*records, record], body
 
     async def _look(self, name: bytes) -> Record | None:
         """What the cache has under a name."""
