@@ -502,6 +502,7 @@ def test_scrub_gc_and_copy_work_on_a_bucket(s3: S3, tmp_path: Path) -> None:
         ("s3://pictures?colour=red", "not 'colour'"),
         ("s3://pictures?path_style=maybe", "true or false"),
         ("s3://pictures?endpoint=host:9000", "http://HOST:PORT"),
+        ("s3://pictures?endpoint=http://other:9000", "allow_http=true"),
         ("gs://pictures?region=x", "not 'region'"),
     ],
 )
