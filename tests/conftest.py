@@ -206,9 +206,9 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     scheme: str = request.param
     if scheme == "local":
         yield f"local:{tmp_path}/data"
-    elif scheme == "memory":
+    elif scheme in ("memory", "tier"):
         yield "memory:"
-    elif scheme.endswith("s3"):
+    elif scheme == "s3":
         yield request.getfixturevalue("s3").url()
     elif scheme == "memcached":
         # Two of the test's own: they have neither databases nor prefixes.

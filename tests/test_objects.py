@@ -5,6 +5,10 @@ import contextlib
 import hashlib
 import os
 import random
+import re
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -15,10 +19,12 @@ import pytest
 from tests.backends import S3
 from tests.conftest import Server, make_photo
 from tests.faults import Fault, Network
+from uvimg.core.bucket import parse_bucket
 from uvimg.core.errors import BadRequest, StoreDown, UvimgError
 from uvimg.core.message import FilePart
 from uvimg.core.object_keys import blob_key, spell_name
 from uvimg.store import Record, open_store
+from uvimg.store.bucket import make_client
 from uvimg.store.objects import ObjectStore
 
 
@@ -345,34 +351,26 @@ async def test_a_connection_that_is_open_on_one_side_alone_is_noticed(s3: S3, ne
 async def test_no_acknowledged_change_is_lost_while_the_network_fails_at_random(s3: S3, network: Network) -> None:
     chance = random.Random(4869)
     data = [make_bytes(chance.choice((500, 9_000, 120_000)), seed) for seed in range(25)]
-    kept: list[bytes] = []
     faults: list[Fault] = ["", "", "cut", "delay", "half open", "away", "black hole"]
-    async with opened(s3.url(network.port), timeout_s=0.2) as store:
-        await store.scan(b"")
+    async with opened(s3.url(network.port), timeout_s=0.5) as store:
 
         async def fail() -> None:
-            while True:
+            for _ in range(25):
                 network.delay_s, network.cut_after = chance.choice((0.01, 0.3)), chance.choice((0, 300, 5_000))
                 network.fault = chance.choice(faults)
                 await asyncio.sleep(0.1)
+            network.fault = ""
 
         async def upload(number: int) -> None:
-            for _ in range(200):
-                try:
-                    bound = await put(store, [b"images/%d" % number], data[number])
-                except UvimgError:
-                    await asyncio.sleep(0.02)
-                    continue
-                if bound != [None]:
-                    kept.append(data[number])
-                    return
+            await asyncio.sleep(number * 0.1)
+            while True:
+                with contextlib.suppress(UvimgError):
+                    if await put(store, [b"images/%d" % number], data[number]) != [None]:
+                        return
+                await asyncio.sleep(chance.uniform(0, 0.1))
 
-        failing = asyncio.create_task(fail())
-        await asyncio.gather(*map(upload, range(len(data))))
-        failing.cancel()
-        network.fault = ""
-        assert len(kept) == len(data)
-        await asyncio.sleep(0.5)
+        async with asyncio.timeout(60):
+            await asyncio.gather(fail(), *map(upload, range(len(data))))
         for number, each in enumerate(data):
             assert await store.record(b"images/%d" % number) == make_record(each)
             assert await read(store, each) == each
@@ -421,6 +419,38 @@ def test_ninety_megabytes_come_and_go_in_little_memory(start_server: Callable[..
     assert held() - before < 60_000_000
 
 
+@pytest.mark.parametrize("chosen", ["transport", "streams", "aiohttp"])
+def test_what_is_sent_on_while_it_comes_has_its_length(
+    start_server: Callable[..., Server], s3: S3, network: Network, chosen: str
+) -> None:
+    data = make_bytes(3_000_000)
+    server = start_server(store=s3.url(network.port), apps=("documents",), front_end=chosen, store_timeout_s=0.3)
+    assert server.http.put(f"{server.url}/large.bin", data=data).status_code == 201
+    with socket.create_connection(("127.0.0.1", server.port), 10) as client, client.makefile("rb") as answers:
+        for method, version, wanted, expected in (
+            ("GET", "1.1", "", data),
+            ("HEAD", "1.1", "", b""),
+            ("GET", "1.1", "Range: bytes=1500000-2999999\r\n", data[1_500_000:]),
+            ("GET", "1.0", "Connection: keep-alive\r\n", data),
+            ("GET", "1.1", "Range: bytes=-5\r\n", data[-5:]),
+        ):
+            client.sendall(f"{method} /large.bin HTTP/{version}\r\nHost: x\r\n{wanted}\r\n".encode())
+            status = answers.readline().split()[1]
+            assert status == (b"206" if "Range" in wanted else b"200")
+            fields = dict(line.rstrip().split(b": ", 1) for line in iter(answers.readline, b"\r\n"))
+            assert int(fields[b"Content-Length"]) == len(expected or data)
+            assert b"Transfer-Encoding" not in fields
+            assert answers.read(len(expected)) == expected
+        # What cannot be sent to its end does not look whole.
+        network.delay_s, network.fault = 0.02, "delay"
+        client.sendall(b"GET /large.bin HTTP/1.1\r\nHost: x\r\n\r\n")
+        while answers.readline() != b"\r\n":
+            pass
+        network.fault = "away"
+        with contextlib.suppress(ConnectionResetError):
+            assert len(answers.read(len(data))) < len(data)
+
+
 def test_a_server_that_is_away_is_told_of_soon_and_asked_again(start_server: Callable[..., Server], s3: S3) -> None:
     own = S3(s3.folder.parent / "another")
     server = start_server(store=own.url(), store_timeout_s=0.5)
@@ -439,3 +469,58 @@ def test_a_server_that_is_away_is_told_of_soon_and_asked_again(start_server: Cal
     assert server.log.count("is away") == 1
     assert server.log.count("answers again") == 1
     own.program.stop()
+
+
+def test_scrub_gc_and_copy_work_on_a_bucket(s3: S3, tmp_path: Path) -> None:
+    url, target = s3.url(), s3.url()
+
+    def run(*command: str) -> tuple[int, str]:
+        done = subprocess.run([sys.executable, "-m", "uvimg", *command], capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    (tmp_path / "page.txt").write_text("text " * 1000)
+    assert run("put", "--store", url, str(tmp_path / "page.txt"), "/page.txt")[0] == 0
+    assert run("scrub", "--store", url)[0] == 0
+    assert run("gc", "--store", url)[1].startswith("0 removed")
+    status, told = run("copy", url, target)
+    assert status == 0, told
+    (blob,) = [path for path in (s3.path(target) / "blobs").rglob("*") if path.is_file()]
+    blob.write_text("damage")
+    status, told = run("scrub", "--store", target)
+    assert (status, told.count("its bytes are not those of its address")) == (1, 1)
+    status, told = run("scrub", "--store", url.replace(s3.bucket, "no-such-bucket"))
+    assert (status, told) == (1, "uvimg: There is no bucket no-such-bucket.\n")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3://", "BUCKET/PREFIX"),
+        ("s3://user:secret@pictures/x", "its keys are no part"),
+        ("s3://pictures/a//b", "single slashes"),
+        ("s3://pictures/a/../b", "single slashes"),
+        ("s3://pictures?colour=red", "not 'colour'"),
+        ("s3://pictures?path_style=maybe", "true or false"),
+        ("s3://pictures?endpoint=host:9000", "http://HOST:PORT"),
+        ("s3://pictures?endpoint=http://other:9000", "allow_http=true"),
+        ("gs://pictures?region=x", "not 'region'"),
+    ],
+)
+def test_a_bucket_that_is_written_wrongly_is_told_with_a_sentence(url: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as told:
+        open_store(url)
+    assert "secret" not in str(told.value)
+
+
+def test_keys_are_found_in_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "credentials").write_text("[photos]\naws_access_key_id = id\naws_secret_access_key = key\n")
+    (tmp_path / "config").write_text("[profile photos]\nregion = eu-north-1\nendpoint_url = http://127.0.0.1:1\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.delenv("AWS_REGION", raising=False)
+    client: Any = make_client(parse_bucket("s3", "//pictures?profile=photos"), 1, 0)
+    config = dict(client.config)
+    assert (config["access_key_id"], config["secret_access_key"], config["region"]) == ("id", "key", "eu-north-1")
+    assert config["endpoint"] == "http://127.0.0.1:1"
+    with pytest.raises(ValueError, match="no profile 'other'"):
+        make_client(parse_bucket("s3", "//pictures?profile=other"), 1, 0)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.backends import S3
+from tests.backends import S3, Program
 from tests.conftest import Server, make_photo
 from tests.faults import Network
 from uvimg.config import ConfigError, load
@@ -233,6 +233,30 @@ async def test_what_others_change_counts_no_longer_than_was_said(tmp_path: Path)
     await tier.close()
 
 
+class _SlowStore(MemoryStore):
+    """One that is asked through a slow network."""
+
+    asked = 0
+
+    async def record(self, name: bytes) -> Record | None:
+        self.asked += 1
+        await asyncio.sleep(0.2)
+        return await super().record(name)
+
+
+async def test_what_is_in_use_does_not_wait_for_the_store(tmp_path: Path) -> None:
+    far = _SlowStore()
+    tier = TieredStore(far, tmp_path, 16 << 20, valid_s=3)
+    await put(tier, b"n", b"bytes")
+    end = time.monotonic() + 3.5
+    while time.monotonic() < end:
+        # Elsewhere would be raised here.
+        assert tier.near.record(b"n") == make_record(b"bytes")
+        await asyncio.sleep(0.02)
+    assert 2 <= far.asked <= 4
+    await tier.close()
+
+
 async def test_other_bytes_than_those_asked_for_are_not_taken(tmp_path: Path, s3: S3) -> None:
     data, url = make_bytes(50_000), s3.url()
     far = open_store(url)
@@ -323,21 +347,24 @@ def test_two_nodes_see_what_the_other_one_does(start_server: Callable[..., Serve
         time.sleep(0.01)
 
 
-def test_what_is_in_use_does_not_wait_for_the_store(
-    start_server: Callable[..., Server], s3: S3, network: Network, tmp_path: Path
+def test_a_rendition_of_the_shared_cache_is_near_too(
+    start_server: Callable[..., Server], s3: S3, network: Network, redis_server: Program, tmp_path: Path
 ) -> None:
-    server = start_server(store=s3.url(network.port), tier=str(tmp_path / "tier"), tier_valid_s=3)
-    md5 = server.upload(make_photo(4, 300, 200))
-    server.get(f"/{md5}?p=0")
-    network.delay_s, network.fault = 0.2, "delay"
-    before, end = network.received, time.monotonic() + 4
-    while time.monotonic() < end:
-        began_s = time.monotonic()
-        assert server.get(f"/{md5}?p=0").status_code == 200
-        # Once there and back.
-        assert time.monotonic() - began_s < 0.4
-        time.sleep(0.02)
-    assert network.received > before
+    settings = {"store": s3.url(network.port), "cache": f"redis://127.0.0.1:{redis_server.port}"}
+    one = start_server(**settings)
+    md5 = one.upload(make_photo(5, 400, 300))
+    rendition = one.get(f"/{md5}?w=100").content
+    other = start_server(**settings, tier=str(tmp_path / "tier"), tier_valid_s=60, cache_size=0)
+    for _ in range(3):
+        assert other.get(f"/{md5}?w=100").content == rendition
+    # Once the folder has it.
+    deadline = time.monotonic() + 5
+    while (answer := other.get("/metrics").text) and 'uvimg_tier_blobs_total{how="here"} 0' in answer:
+        assert time.monotonic() < deadline
+        assert other.get(f"/{md5}?w=100").content == rendition
+    network.fault = "away"
+    assert other.get(f"/{md5}?w=100").content == rendition
+    assert 'kind="made"' not in other.get("/metrics").text
 
 
 def test_the_whole_of_a_large_document_comes_once(

@@ -72,6 +72,8 @@ def _read_parameters(scheme: str, query: str) -> dict[str, str | bool]:
     endpoint = str(found.get("endpoint", ""))
     if endpoint and not re.fullmatch(r"https?://[^/?#@]+/?[^?#@]*", endpoint):
         raise ValueError("endpoint is written http://HOST:PORT or https://HOST:PORT, without user and password")
+    if endpoint.startswith("http://") and not is_loopback(endpoint) and not found.get("allow_http"):
+        raise ValueError("endpoint is plain HTTP to another machine: add allow_http=true where that is meant")
     return found
 
 

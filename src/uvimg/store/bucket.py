@@ -32,6 +32,9 @@ T = TypeVar("T")
 # Calls at a time, and how many may wait for their turn: each of those before them takes the guard's time at most.
 _MOST_CALLS = 64
 _MOST_WAITING = 2000
+# Beside those, calls that hold megabytes: 20 of them each, in parts.
+_MOST_LARGE_CALLS = 6
+_LARGE_BYTES = 1 << 20
 # Bytes on their way get so much time above that of a call; a link that is slower is as good as none.
 _LEAST_BYTES_PER_S = 1 << 20
 # S3 takes no smaller parts, and 10,000 of them at most. Three are in flight, and one is being read.
@@ -69,7 +72,7 @@ class Bucket:
         self.prefix = place.prefix
         self.guard = Guard(str(place), self._translate, timeout_s)
         self._clients: tuple[int, Client, Client] | None = None
-        self._turns = asyncio.Semaphore(_MOST_CALLS)
+        self._turns, self._large_turns = asyncio.Semaphore(_MOST_CALLS), asyncio.Semaphore(_MOST_LARGE_CALLS)
         self._waiting = 0
         self._safe = False
         self._judging = asyncio.Lock()
@@ -281,25 +284,26 @@ class Bucket:
         """A call in its turn, with time for so many bytes."""
         if self._waiting >= _MOST_WAITING:
             raise Overloaded()
+        turns = self._large_turns if size > _LARGE_BYTES else self._turns
         self._waiting += 1
         try:
-            await self._turns.acquire()
+            await turns.acquire()
         finally:
             self._waiting -= 1
         try:
             return await self.guard.run(call, self._timeout_s + size / _LEAST_BYTES_PER_S)
         finally:
-            self._turns.release()
+            turns.release()
 
     def _absent(self, exc: FileNotFoundError) -> None:
         """Not every 404 means that there is no such object."""
-        if "NoSuchBucket" in str(exc) or "ContainerNotFound" in str(exc):
+        if _tells_of_no_bucket(exc):
             raise _NoBucket from exc
 
     def _translate(self, exc: Exception) -> UvimgError | None:
         from obstore.exceptions import BaseError, NotSupportedError
 
-        if isinstance(exc, _NoBucket):
+        if isinstance(exc, _NoBucket) or _tells_of_no_bucket(exc):
             return StoreDown(f"There is no bucket {self._place.bucket}.")
         if isinstance(exc, NotSupportedError) or ("501 Not Implemented" in str(exc)):
             return _unsafe(self.guard.name)
@@ -311,6 +315,12 @@ class Bucket:
 
 class _NoBucket(Exception):
     """Nothing can be there."""
+
+
+def _tells_of_no_bucket(exc: Exception) -> bool:
+    return any(
+        mark in str(exc) for mark in ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
+    )
 
 
 # By their codes, in whatever dialect.

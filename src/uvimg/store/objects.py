@@ -128,6 +128,7 @@ class _Seen:
 class _Claim:
     """A name that is about to be bound to a blob which is there, and stays. `began_s` is monotonic."""
 
+    digest: Digest
     nonce: bytes
     began_s: float
     used: bool = False
@@ -352,8 +353,10 @@ class ObjectStore:
         raise StoreDown("This is changed by too many at this moment.")
 
     async def _write(self, name: bytes, key: str, seen: _Seen, new: Record, claim: _Claim | None) -> bool:
-        assert (claim is not None) == (new.inline is None)
-        if claim is not None and time.monotonic() - claim.began_s > _BINDING_S:
+        if new.inline is not None:
+            claim = None
+        elif claim is None or claim.digest != new.digest or time.monotonic() - claim.began_s > _BINDING_S:
+            # It was decided otherwise before somebody was faster, or that took too long.
             raise StoreDown()
         if new.expires_s and (seen.record is None or seen.record.expires_s != new.expires_s):
             await self._bucket.put(due_key(new.expires_s, name), b"")
@@ -402,7 +405,7 @@ class ObjectStore:
     ) -> AsyncIterator[list[_Claim]]:
         """See to it that a blob is there and stays, for these names. What is not used of that is let go."""
         assert blob is None or isinstance(blob, Spool)
-        claims = [_Claim(os.urandom(_NONCE_BYTES), time.monotonic()) for _ in names]
+        claims = [_Claim(record.digest, os.urandom(_NONCE_BYTES), time.monotonic()) for _ in names]
 
         async def say(place: int) -> None:
             await self._bucket.put(use_key(record.digest, claims[place].nonce), names[place])
@@ -525,11 +528,13 @@ class ObjectStore:
     async def counts(self, prefix: bytes, now_s: int) -> dict[bytes, int]:
         """By listing them. NotImplementedHere above _MOST_LISTED."""
         counts: Counter[bytes] = Counter()
+        listed_names = 0
         async for listed, name in self._list_names(prefix):
             group = group_of(name)
             if group is not None and listed.size >= _LEAST_RECORD_BYTES:
                 counts[group] += 1
-            if counts.total() > _MOST_LISTED:
+            listed_names += 1
+            if listed_names > _MOST_LISTED:
                 raise NotImplementedHere(f"This store counts {_MOST_LISTED} names at most.")
         expired = {name async for _, name in self._list_due(now_s) if name.startswith(prefix)}
         for name, record in await self._read_all(sorted(expired)):

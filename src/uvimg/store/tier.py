@@ -84,7 +84,7 @@ class TieredStore:
         self._queued: dict[bytes, asyncio.Task[Record | None]] = {}
         self._spoilt: set[bytes] = set()
         self._refreshing: set[asyncio.Task[None]] = set()
-        self._keeping: set[asyncio.Task[None]] = set()
+        self._keeping: dict[Digest, asyncio.Task[None]] = {}
         self._fetching: dict[Digest, _Fetch] = {}
         self._fetches = asyncio.Semaphore(_MOST_FETCHED)
         self._changes = 0
@@ -243,23 +243,21 @@ class TieredStore:
 
     def _keep_bytes(self, digest: Digest, content: Content) -> None:
         """Bytes that come with no promise but of those who brought them."""
-        if len(self._keeping) >= _MOST_KEPT:
+        if len(self._keeping) >= _MOST_KEPT or digest in self._keeping or self._shelf.has(digest):
             _close(content)
             return
-        task = asyncio.create_task(self._keep_if_right(digest, content))
-        self._keeping.add(task)
-        task.add_done_callback(self._keeping.discard)
+
+        def end(task: "asyncio.Task[None]") -> None:
+            if self._keeping.get(digest) is task:
+                del self._keeping[digest]
+            if task.cancelled() or task.exception() is not None:
+                _close(content)
+
+        task = self._keeping[digest] = asyncio.create_task(self._keep_if_right(digest, content))
+        task.add_done_callback(end)
 
     async def _keep_if_right(self, digest: Digest, content: Content) -> None:
-        try:
-            if self._shelf.has(digest):
-                _close(content)
-                return
-            right = await _hash(content) == digest
-        except BaseException:
-            _close(content)
-            raise
-        if right:
+        if await _hash(content) == digest:
             self._shelf.put(digest, content)
         else:
             _close(content)
@@ -302,6 +300,8 @@ class TieredStore:
     def _discard(self, lost: Sequence[Record | None]) -> None:
         """Blobs that have lost a name are hardly asked for again; who has another one is fetched anew."""
         for digest in {record.digest for record in lost if record is not None and record.inline is None}:
+            if (keeping := self._keeping.get(digest)) is not None:
+                keeping.cancel()
             self._shelf.discard(digest)
 
     @contextlib.contextmanager
@@ -370,7 +370,7 @@ class TieredStore:
         return self._remote.measure()
 
     async def close(self) -> None:
-        while tasks := {*self._refreshing, *self._keeping, *self._asked.values(), *self._queued.values()}:
+        while tasks := {*self._refreshing, *self._keeping.values(), *self._asked.values(), *self._queued.values()}:
             await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.to_thread(self._shelf.close)
         await self._remote.close()
