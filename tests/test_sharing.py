@@ -417,8 +417,8 @@ def test_what_is_secret_is_in_no_log_no_metric_and_no_complaint(
 ) -> None:
     redis = start_redis(tmp_path, "--requirepass", "swordfish")
     settings: dict[str, Any] = {"apps": ("images",), "cache_timeout_s": 2, "workers": 1, "cache_secret": "open sesame"}
-    server = start_server(cache=f"redis://:swordfish@127.0.0.1:{redis.port}/0", **settings)
     try:
+        server = start_server(cache=f"redis://:swordfish@127.0.0.1:{redis.port}/0", **settings)
         md5 = server.upload(make_photo(1))
         server.get(f"/{md5}?w=20")
         wait_until(lambda: calls(server, "kept") == 1)
