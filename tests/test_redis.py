@@ -28,6 +28,7 @@ from uvimg.core.message import FilePart
 from uvimg.core.redis import find_partition, find_partitions, name_after, read_redis_url
 from uvimg.store import Record, open_store
 from uvimg.store.redis import RedisStore
+from uvimg.store.redis_servers import open_servers
 from uvimg.store.redis_step import PIECE_BYTES, Change
 
 
@@ -142,6 +143,60 @@ async def test_a_silent_redis_holds_nobody_for_long_and_is_noticed_when_it_speak
         # Those who are refused must not disturb the one who tries.
         await asyncio.gather(*(until_it_answers(store, b"images/a") for _ in range(20)))
     await store.close()
+
+
+async def test_a_call_that_is_not_answered_fails_nobody_who_is_answered_elsewhere(redis_server: Program) -> None:
+    slow = "local i = 0 while i < 300000 do i = i + 1 end return i"
+    with Network(redis_server.port) as network:
+        servers = open_servers(read_redis_url(f"redis://127.0.0.1:{network.port}"), timeout_s=0.4)
+        await servers.ask(0, "GET", "nothing", is_long=True)
+        # The connection of that call is dead, those that are opened from now on are well.
+        network.fault = "half open"
+        late = asyncio.create_task(servers.ask(0, "GET", "nothing", is_long=True))
+
+        async def ask() -> None:
+            while not late.done():
+                assert await servers.ask(0, "EVAL", slow, 0) == 300_000
+
+        await asyncio.gather(*(ask() for _ in range(4)))
+        with pytest.raises(StoreDown):
+            await late
+        await servers.close()
+
+
+async def test_what_a_server_says_of_the_password_is_not_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start_redis(tmp_path, "--rename-command", "AUTH", "")
+    store = open_redis(f"redis://me:hunter2@127.0.0.1:{server.port}")
+    try:
+        for _ in range(4):
+            with pytest.raises(StoreDown):
+                await store.record(b"n/a")
+            with pytest.raises(StoreDown):
+                await store.get(bytes(32))
+    finally:
+        await store.close()
+        server.kill()
+    assert "unknown command" in caplog.text
+    assert "hunter2" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "said", [b"-MOVED oh dear\r\n", b"-ERR Error running script: @user_script: 1: -READONLY You can't.\r\n"]
+)
+async def test_a_server_that_makes_no_sense_or_cannot_write_is_away(said: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(65_536):
+            writer.write(said)
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        store = open_redis(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        with pytest.raises(StoreDown):
+            await store.get(bytes(32))
+        with pytest.raises(StoreDown):
+            await store.unbind([b"n/a"])
+        await store.close()
 
 
 async def until_it_answers(store: RedisStore, name: bytes | None) -> None:
@@ -540,6 +595,30 @@ async def test_a_silent_server_of_a_cluster_takes_its_share_away_and_no_more(
     assert [guard.is_away for guard in store.guards].count(True) == 1
     async with asyncio.timeout(2):
         await asyncio.gather(*(until_it_answers(store, name) for name in names))
+    await store.close()
+
+
+@pytest.mark.parametrize("store_url", ["redis+cluster"], indirect=True)
+async def test_a_silent_cluster_makes_nobody_wait_for_each_of_its_servers(
+    redis_cluster: list[Program], store_url: str
+) -> None:
+    store = open_redis(store_url, timeout_s=0.3)
+    for server in redis_cluster:
+        server.process.send_signal(signal.SIGSTOP)
+    try:
+        for _ in range(3):
+            started = time.monotonic()
+            found = await asyncio.gather(
+                *(store.record(b"n/%d" % number) for number in range(10)), return_exceptions=True
+            )
+            assert all(isinstance(each, StoreDown) for each in found)
+            # One look at all of them at once, and no second one by those who have waited for it.
+            assert time.monotonic() - started < 0.8
+    finally:
+        for server in redis_cluster:
+            server.process.send_signal(signal.SIGCONT)
+    async with asyncio.timeout(2):
+        await until_it_answers(store, None)
     await store.close()
 
 

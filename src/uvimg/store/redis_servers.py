@@ -9,6 +9,7 @@ Rule: nothing is asked twice after a failure, but for what a cluster itself send
 """
 
 import asyncio
+import contextlib
 import hashlib
 import random
 import time
@@ -23,7 +24,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
 
-from uvimg.core.errors import StoreDown, StoreFull, UvimgError
+from uvimg.core.errors import Overloaded, StoreDown, StoreFull, UvimgError
 from uvimg.core.redis import RedisPlace
 from uvimg.store.guard import Guard
 
@@ -36,7 +37,8 @@ _SHORT_BYTES = 16_384
 # What a cluster may send elsewhere, or ask to be asked again in a moment, before that counts as no answer.
 _MOST_REDIRECTIONS = 8
 _MOMENT_S = 0.02
-# Between two looks where a cluster has its slots.
+# Of a cluster's servers, where its slots are; and between two such looks.
+_ASKED_AT_ONCE = 3
 _LOOK_EVERY_S = 0.2
 # What a server answers that is there and cannot serve: it is a replica by now, lacks others of its kind or our rights.
 _UNABLE = (exceptions.ReadOnlyError, exceptions.ClusterDownError, exceptions.NoPermissionError)
@@ -81,6 +83,10 @@ async def run_script(
         return await servers.ask(partition, "EVAL", script.text, len(keys), *keys, *arguments)
 
 
+class _Silent(Exception):
+    """The server has not answered."""
+
+
 class _NoScript(UvimgError):
     """The server has not seen this script."""
 
@@ -107,6 +113,7 @@ class _Server:
             "driver_info": None,
             **dict(place.certificates),
         }
+        self._timeout_s = timeout_s
         self._idle: list[aioredis.Connection] = []
         self._turns = asyncio.Semaphore(_MOST_CONNECTIONS)
         self._line: _Line | None = None
@@ -114,50 +121,70 @@ class _Server:
     async def ask(self, *commands: Command, is_long: bool = False) -> list[Any]:
         """The answers; those that are errors of these very commands are among them, as exceptions."""
         packed = b"".join([hiredis.pack_command(command) for command in commands])  # type: ignore[arg-type]
-        is_made = False
-
-        async def call() -> list[Any]:
-            nonlocal is_made
-            is_made = True
-            if is_long or len(packed) > _SHORT_BYTES:
-                return await self._exchange(packed, len(commands))
-            return await self._share(packed, len(commands))
-
-        try:
-            if is_long or len(packed) > _SHORT_BYTES:
-                async with self._turns:
-                    return await self.guard.run(call)
-            return await self.guard.run(call)
-        except StoreDown:
-            if is_made:
-                # Whatever else is connected has lost its other end too, or will have.
-                await self.close()
-            raise
+        if is_long or len(packed) > _SHORT_BYTES:
+            return await self._exchange(packed, len(commands))
+        return await self._share(packed, len(commands))
 
     async def _exchange(self, packed: bytes, count: int) -> list[Any]:
         """Ask over a connection of one's own."""
-        connection = self._idle.pop() if self._idle else self._make(**self._options)
+
+        async def call() -> list[Any]:
+            connection = self._idle.pop() if self._idle else self._make(**self._options)
+            try:
+                await _prepare(connection)
+                await connection.send_packed_command(packed, check_health=False)
+                answers = [await _read(connection) for _ in range(count)]
+            except BaseException:
+                await _cut(connection)
+                raise
+            self._idle.append(connection)
+            return _check_able(answers)
+
         try:
-            await _prepare(connection)
-            await connection.send_packed_command(packed, check_health=False)
-            answers = [await _read(connection) for _ in range(count)]
-        except BaseException:
-            await connection.disconnect(nowait=True)
+            async with asyncio.timeout(self._timeout_s):
+                await self._turns.acquire()
+        except TimeoutError as exc:
+            raise Overloaded() from exc
+        try:
+            return await self.guard.run(call)
+        except StoreDown:
+            # Those who are being answered on the line need not suffer by it.
+            if self._line is not None and self._line.is_idle:
+                self._line.cut()
+            await self._cut_idle()
             raise
-        self._idle.append(connection)
-        return _check_able(answers)
+        finally:
+            self._turns.release()
 
     async def _share(self, packed: bytes, count: int) -> list[Any]:
         """Ask over the line that all share."""
-        if self._line is None or self._line.is_cut:
-            self._line = _Line(self._make(**self._options))
-        return _check_able(await self._line.ask(packed, count))
+        line: _Line | None = None
+
+        async def call() -> list[Any]:
+            nonlocal line
+            if self._line is None or self._line.is_cut:
+                self._line = _Line(self._make(**self._options))
+            line = self._line
+            return _check_able(await line.ask(packed, count))
+
+        try:
+            return await self.guard.run(call)
+        except StoreDown:
+            if line is not None:
+                # Only that one: others may have opened another meanwhile, which is well.
+                line.cut()
+                await self._cut_idle()
+            raise
+
+    async def _cut_idle(self) -> None:
+        """Let go of connections that have lost their other end too where one has."""
+        while self._idle:
+            await _cut(self._idle.pop())
 
     async def close(self) -> None:
         if self._line is not None:
             self._line.cut()
-        while self._idle:
-            await self._idle.pop().disconnect(nowait=True)
+        await self._cut_idle()
 
 
 class _Line:
@@ -178,6 +205,11 @@ class _Line:
         if self._woken is not None and not self._woken.done():
             self._woken.set_result(None)
         return answers
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for an answer."""
+        return self._woken is not None and not self._woken.done()
 
     def cut(self) -> None:
         if not self.is_cut:
@@ -204,7 +236,7 @@ class _Line:
             self._fail(out, f"{type(exc).__name__}: {exc}")
         finally:
             self._fail(out, "another call was not answered")
-            await self._connection.disconnect(nowait=True)
+            await _cut(self._connection)
 
     def _fail(self, out: "list[_Asked]", reason: str) -> None:
         self.is_cut = True
@@ -225,9 +257,22 @@ class _Asked:
 async def _prepare(connection: aioredis.Connection) -> None:
     """Have it connected: perhaps again, where the other end has gone since."""
     if connection.is_connected and await connection.can_read():
-        await connection.disconnect(nowait=True)
+        await _cut(connection)
     if not connection.is_connected:
-        await connection.connect()  # type: ignore[no-untyped-call]
+        try:
+            await connection.connect()  # type: ignore[no-untyped-call]
+        except exceptions.ResponseError as exc:
+            # A server that knows no AUTH repeats what it was told, and logs are read by many.
+            said = str(exc).partition(", with args")[0]
+            raise exceptions.ConnectionError(f"it lets nobody in: {said}") from None
+
+
+async def _cut(connection: aioredis.Connection) -> None:
+    """End it at once: bytes that nobody takes would keep it open until somebody does."""
+    writer = connection._writer
+    if writer is not None:
+        writer.transport.abort()
+    await connection.disconnect(nowait=True)
 
 
 def _check_able(answers: list[Any]) -> list[Any]:
@@ -245,12 +290,15 @@ async def _read(connection: aioredis.Connection) -> Any:
 
 
 def _is_unable(answer: exceptions.ResponseError) -> bool:
-    return isinstance(answer, _UNABLE) or str(answer).startswith(_UNABLE_WORDS)
+    text = str(answer)
+    # Before Redis 7 a script tells in its own words what a command in it was told.
+    return isinstance(answer, _UNABLE) or text.startswith(_UNABLE_WORDS) or " -READONLY " in text
 
 
 def _translate(exc: Exception) -> UvimgError | None:
     """Our error for one of the connection's, or of a server that cannot serve."""
-    if isinstance(exc, exceptions.RedisError | exceptions.RedisClusterException | OSError):
+    # What cannot be read is a ValueError: it comes from no Redis, or from one that has lost its way.
+    if isinstance(exc, exceptions.RedisError | exceptions.RedisClusterException | OSError | ValueError):
         return StoreDown()
     return None
 
@@ -386,22 +434,44 @@ class _Cluster:
         async with self._looking:
             if not self._is_stale or time.monotonic() < self._looked_at + _LOOK_EVERY_S:
                 return
-            self._looked_at = time.monotonic()
             addresses = dict.fromkeys((*self._servers, *self._place.addresses))
             # Those that answered before all others.
-            for server in sorted(map(self._server, addresses), key=lambda server: server.guard.is_away):
-                try:
-                    (slots,) = await server.ask(("CLUSTER", "SLOTS"))
-                except StoreDown:
-                    continue
-                if isinstance(slots, exceptions.ResponseError):
-                    raise StoreDown("This Redis server is not one of a cluster: the store is a redis://.") from slots
-                self._owners = self._read_slots(slots, server)
-                self._is_stale = False
-                break
+            servers = sorted(map(self._server, addresses), key=lambda server: server.guard.is_away)
+            try:
+                for start in range(0, len(servers), _ASKED_AT_ONCE):
+                    found = await self._ask_first(servers[start : start + _ASKED_AT_ONCE])
+                    if found is not None:
+                        self._owners = found
+                        self._is_stale = False
+                        break
+            finally:
+                # Whoever has waited for this need not look once more.
+                self._looked_at = time.monotonic()
             for address in self._servers.keys() - set(self._owners.values()) - set(self._place.addresses):
                 # Its guard would be told of for ever.
                 await self._servers.pop(address).close()
+
+    async def _ask_first(self, servers: Sequence[_Server]) -> dict[int, tuple[str, int]] | None:
+        """Where the slots are, by the first of these that answers: one that is silent holds nobody up."""
+        looks = [asyncio.create_task(self._ask_slots(server)) for server in servers]
+        try:
+            for look in asyncio.as_completed(looks):
+                with contextlib.suppress(_Silent):
+                    return await look
+            return None
+        finally:
+            for each in looks:
+                each.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
+
+    async def _ask_slots(self, server: _Server) -> dict[int, tuple[str, int]]:
+        try:
+            (slots,) = await server.ask(("CLUSTER", "SLOTS"))
+        except StoreDown as exc:
+            raise _Silent from exc
+        if isinstance(slots, exceptions.ResponseError):
+            raise StoreDown("This Redis server is not one of a cluster: the store is a redis://.") from slots
+        return self._read_slots(slots, server)
 
     def _read_slots(self, slots: list[Any], asked: _Server) -> dict[int, tuple[str, int]]:
         owners: dict[int, tuple[str, int]] = {}
