@@ -99,6 +99,21 @@ def test_all_apps_work_on_a_store_in_redis(store_url: str, start_server: Callabl
     assert (done.returncode, done.stdout.split(" in ")[0]) == (0, "no damage found"), done.stderr
 
 
+def test_what_was_known_of_an_image_says_nothing_of_the_one_that_is_there(
+    redis_server: Program, start_server: Callable[..., Server]
+) -> None:
+    url = make_url(redis_server)
+    server = start_server(store=url, workers=1)
+    md5 = server.upload(make_photo(1))
+    for _ in range(2):
+        assert server.get(f"/{md5}?w=20").status_code == 200
+    assert server.get(f"/{md5}?x=1000&y=1000&w=9").status_code == 400
+    with redis.Redis(port=redis_server.port) as another:
+        assert another.delete(read_redis_url(url).base(0) + b"n/" + image_name(md5)) == 1
+    assert server.get(f"/{md5}?x=1000&y=1000&w=9").status_code == 404
+    assert server.get(f"/{md5}?w=20").status_code == 404
+
+
 # One server that fails
 
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 from urllib.parse import quote
 
 import msgspec
-from cachetools import LRUCache
+from cachetools import FIFOCache, LRUCache
 
 from uvimg.apps.codings import Codings
 from uvimg.apps.intermediates import Intermediates
@@ -162,8 +162,9 @@ class Images:
 
         self._plan, self._known_route = plan, known_route
         self._look = find_look(store)
-        # Records of originals as they were when last seen, by their ids.
-        self._known: dict[str, Record] = {}
+        # Records of originals as they were when last seen, by their ids. To find the one that was asked for least
+        # would cost more than the look that it saves.
+        self._known: FIFOCache[str, Record] = FIFOCache(_MOST_KNOWN)
         # Plans of types, and whether renditions of them last; None where there is no such type.
         self._asked: LRUCache[tuple[str, Source], tuple[Plan, bool] | None] = LRUCache(_MOST_ASKED)
 
@@ -331,10 +332,8 @@ class Images:
             if original is not None and body is not None and is_whole(original, body):
                 ahead = _Ahead(body=body)
             return original, ahead
-        known = None if params.original else self._known.get(query.image_id)
-        _, key = (None, "") if known is None else self._choose(query, params, known)
-        if known is not None and self._cache.peek((known.digest, key)) is None:
-            wanted = rendition_name(known.digest, key)
+        wanted = None if params.original else self._guess_rendition(query, params)
+        if wanted is not None:
             (original, record), body = await self._look([name, wanted])
             ahead = _Ahead(wanted, record, body)
         else:
@@ -342,11 +341,20 @@ class Images:
         if original is None:
             self._known.pop(query.image_id, None)
         else:
-            if len(self._known) == _MOST_KNOWN and known is None:
-                # Not the one that was asked for least: that would cost more than the look that it saves.
-                del self._known[next(iter(self._known))]
             self._known[query.image_id] = original
         return original, ahead
+
+    def _guess_rendition(self, query: Show, params: Params) -> bytes | None:
+        """The name of what will be wanted if the original is still what it was; None where that says nothing."""
+        known = self._known.get(query.image_id)
+        if known is None:
+            return None
+        try:
+            _, key = self._choose(query, params, known)
+        except BadParameter:
+            # Whether it is one is for the original to say that is there by now, if there is any.
+            return None
+        return None if self._cache.peek((known.digest, key)) is not None else rendition_name(known.digest, key)
 
     def _effective(self, query: Show) -> Params:
         return Params() if self._settings.disable_args and not query.typed else query.params
