@@ -637,6 +637,18 @@ async def test_a_silent_cluster_makes_nobody_wait_for_each_of_its_servers(
     await store.close()
 
 
+@pytest.mark.parametrize("store_url", ["redis+cluster"], indirect=True)
+async def test_who_goes_while_a_cluster_is_looked_for_leaves_it_to_be_found(store_url: str) -> None:
+    for step in range(6):
+        store = open_redis(store_url)
+        gone = asyncio.create_task(store.record(b"n/a"))
+        for _ in range(2 * step + 1):
+            await asyncio.sleep(0)
+        gone.cancel()
+        assert await store.record(b"n/a") is None
+        await store.close()
+
+
 # URLs
 
 

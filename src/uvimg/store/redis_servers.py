@@ -37,7 +37,7 @@ _SHORT_BYTES = 16_384
 # What a cluster may send elsewhere, or ask to be asked again in a moment, before that counts as no answer.
 _MOST_REDIRECTIONS = 8
 _MOMENT_S = 0.02
-# Of a cluster's servers, where its slots are; and between two such looks.
+# How many of a cluster's servers are asked where its slots are, the first answer being enough; and how often.
 _ASKED_AT_ONCE = 3
 _LOOK_EVERY_S = 0.2
 # What a server answers that is there and cannot serve: it is a replica by now, lacks others of its kind or our rights.
@@ -437,16 +437,13 @@ class _Cluster:
             addresses = dict.fromkeys((*self._servers, *self._place.addresses))
             # Those that answered before all others.
             servers = sorted(map(self._server, addresses), key=lambda server: server.guard.is_away)
-            try:
-                for start in range(0, len(servers), _ASKED_AT_ONCE):
-                    found = await self._ask_first(servers[start : start + _ASKED_AT_ONCE])
-                    if found is not None:
-                        self._owners = found
-                        self._is_stale = False
-                        break
-            finally:
-                # Whoever has waited for this need not look once more.
-                self._looked_at = time.monotonic()
+            found = None
+            for start in range(0, len(servers), _ASKED_AT_ONCE):
+                found = found or await self._ask_first(servers[start : start + _ASKED_AT_ONCE])
+            # Whoever has waited for this need not look once more; one who has gone in the middle has not looked.
+            self._looked_at = time.monotonic()
+            if found is not None:
+                self._owners, self._is_stale = found, False
             for address in self._servers.keys() - set(self._owners.values()) - set(self._place.addresses):
                 # Its guard would be told of for ever.
                 await self._servers.pop(address).close()
