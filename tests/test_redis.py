@@ -214,6 +214,27 @@ async def test_a_server_that_makes_no_sense_or_cannot_write_is_away(said: bytes)
         await store.close()
 
 
+async def test_a_lease_lasts_for_all_that_is_done_under_it_however_slow_each_call_is(
+    redis_cluster: list[Program],
+) -> None:
+    url = "redis+cluster://" + ",".join(f"127.0.0.1:{each.port}" for each in redis_cluster)
+    store = open_redis(f"{url}?prefix={secrets.token_hex(4)}:", timeout_s=7)
+    names = [image_name(hashlib.sha256(b"bytes").hexdigest()), image_name(hashlib.md5(b"bytes").hexdigest())]
+    left_s = list[float]()
+
+    def decide(_: bytes, old: Record | None) -> Record | None:
+        for server in redis_cluster:
+            with redis.Redis(port=server.port) as client:
+                left_s.extend(client.pttl(key) / 1000 for key in client.keys("*l/images/*"))
+        return old
+
+    async with store._lease(names[0]):
+        await store.change(names, decide)
+    # A look and three steps.
+    assert [each > 4 * 7 for each in left_s] == [True, True]
+    await store.close()
+
+
 async def until_it_answers(store: RedisStore, name: bytes | None) -> None:
     """With this name, which is there, or with any."""
     while True:
@@ -666,13 +687,14 @@ def test_urls_say_all_that_there_is_to_say() -> None:
     [
         *("redis:", "redis://", "redis://a,b", "redis://host:0", "redis://host:x", "redis://host/db", "redis+x://host"),
         *("redis+cluster://host/1", "redis://host?prefix={x}", "redis://host?socket_timeout=1", "redis:///0"),
-        *("redis://host?ssl_ca_certs=/x", "redis://ho st"),
+        *("redis://host?ssl_ca_certs=/x", "redis://ho st", "redis://ho\u2100st", "redsi://host"),
     ],
 )
 def test_an_url_that_cannot_be_is_refused_without_its_secrets(url: str) -> None:
-    with pytest.raises(ValueError, match=r"^[^\n]+$") as told:
-        open_store(url.replace("//", "//user:secret@"))
-    assert "secret" not in str(told.value)
+    for userinfo in ("user:secret@", ":a/secret@", ":a?secret@"):
+        with pytest.raises(ValueError, match=r"^[^\n]+$") as told:
+            open_store(url.replace("//", f"//{userinfo}"))
+        assert "secret" not in str(told.value)
 
 
 async def test_password_and_certificate_are_taken_from_the_url(tmp_path: Path, certificate: Path) -> None:

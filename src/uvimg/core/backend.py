@@ -26,7 +26,8 @@ CACHES = {"none": "none", **_SERVERS}
 # memcached's own.
 _MEMCACHED_PORT = 11211
 
-_USERINFO = re.compile(r"(?<=://)[^/?#]*@")
+# Up to the last @: who writes a password as it is, with a / or a ? in it, shall not read it in the log.
+_USERINFO = re.compile(r"(?<=://).*@", re.DOTALL)
 _VALUE = re.compile(r"(?<==)[^&#]+")
 _SERVER = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([\w.-]+))(?::(\d{1,5}))?", re.ASCII)
 

@@ -52,7 +52,11 @@ class RedisPlace:
 
 def read_redis_url(url: str) -> RedisPlace:
     """ValueError with a sentence, and no secret in it, for what is none."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        # What it says has the password in it.
+        raise ValueError("the servers of a store in Redis are written HOST or HOST:PORT") from None
     scheme, plus, kind = parts.scheme.partition("+")
     if scheme not in ("redis", "rediss") or kind not in ("", "cluster") or (plus and not kind):
         raise ValueError("a store in Redis begins with redis://, rediss://, redis+cluster:// or rediss+cluster://")

@@ -31,7 +31,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from uvimg.core.address import VALUES, Digest, group_of
-from uvimg.core.errors import Overloaded, UvimgError
+from uvimg.core.errors import Overloaded, StoreDown, UvimgError
 from uvimg.core.message import Content, FilePart
 from uvimg.core.redis import find_blob_partition, find_partition, find_partitions, name_after, read_redis_url
 from uvimg.store import MAX_NAME_BYTES, Decide, Finding, Incoming, Measures, Record
@@ -61,8 +61,9 @@ _SWEPT_AT_ONCE = 200
 _GRACE_S = 900
 # How often it is decided again, where other processes change the same names all the time.
 _MOST_TRIES = 60
-# An image's names change in a few round trips; one who stopped in the middle keeps others waiting no longer.
-_LEASE_MS = 5_000
+# An image's names change in a few calls, each of which may take all its time: whoever has not stopped in the middle
+# is done before the lease is, and whoever has keeps others waiting no longer.
+_LEASED_CALLS = 5
 # A record begins with its digest, behind the version and three bytes of msgpack (tests/test_redis.py).
 _LOOK = Script(
     """
@@ -88,6 +89,7 @@ class RedisStore:
         self._partitions = place.partitions
         self._bases = [place.base(partition) for partition in range(place.partitions)]
         self._servers = open_servers(place, timeout_s)
+        self._lease_s = _LEASED_CALLS * timeout_s
         # Of names that are being changed: in one process one after the other, else all but one would be in vain.
         self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self.grace_s = _GRACE_S
@@ -374,7 +376,7 @@ class RedisStore:
         head = b"%d %d" % (blob.size, PIECE_BYTES)
         answer = await self._run(Step(partition, self._bases[partition], uses=[(use, b"pieces", head)]))
         if answer[0] != 1:
-            raise UvimgError("The store has lost a part of this while it came.")
+            raise StoreDown("The store has lost a part of this while it came.")
 
     async def _release(self, uses: Sequence[Use]) -> None:
         """Let go of uses that no record has. Where that fails they are collected some day: it fails nobody."""
@@ -393,8 +395,8 @@ class RedisStore:
         """Nobody else changes an image's names, which lie in several partitions, meanwhile."""
         partition = find_partition(image, self._partitions)
         key, token = self._bases[partition] + b"l/" + image, secrets.token_bytes(16)
-        deadline = time.monotonic() + 2 * _LEASE_MS / 1000
-        while not await self._servers.ask(partition, "SET", key, token, "NX", "PX", _LEASE_MS):
+        deadline, lease_ms = time.monotonic() + 1.5 * self._lease_s, int(1000 * self._lease_s)
+        while not await self._servers.ask(partition, "SET", key, token, "NX", "PX", lease_ms):
             if time.monotonic() > deadline:
                 raise Overloaded()
             await asyncio.sleep(0.005 + random.random() * 0.01)

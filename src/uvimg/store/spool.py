@@ -43,7 +43,7 @@ class Spool:
             await self._in_thread()
 
     async def finish(self) -> Digest:
-        if self._coming > _STEP_BYTES // 4 or self._file is not None:
+        if self._coming > _STEP_BYTES // 4 or self.size > MEMORY_BYTES:
             await self._in_thread()
         else:
             self._take()
