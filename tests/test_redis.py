@@ -563,6 +563,22 @@ def test_what_may_be_a_records_by_now_is_not_let_go_of() -> None:
     assert change.loose == []
 
 
+def test_many_partitions_do_not_make_a_change_of_many_names_slow() -> None:
+    names = [b"kv/d/%d" % number for number in range(300)]
+
+    def cost_s(partitions: int) -> float:
+        started = time.process_time()
+        change = Change(names, lambda name, _: make_record(name), None, [b""] * partitions)
+        change.look(names, [None] * len(names))
+        while (step := change.next_step()) is not None:
+            change.complete(step)
+        assert all(new is not None for _, new in change.outcome)
+        return time.process_time() - started
+
+    # Each of 64 steps looks at what is left, and not at all of it once more for each of the others.
+    assert cost_s(64) < 64 * min(cost_s(1) for _ in range(3))
+
+
 @pytest.mark.parametrize("prefix", [b"a", b"a/\xff", b"\xff\xff", b""])
 def test_what_is_behind_a_prefix_is_behind_all_its_names_and_before_all_others(prefix: bytes) -> None:
     end = name_after(prefix)

@@ -380,10 +380,13 @@ class RedisStore:
 
     async def _release(self, uses: Sequence[Use]) -> None:
         """Let go of uses that no record has. Where that fails they are collected some day: it fails nobody."""
+        steps: dict[int, Step] = {}
+        for use in uses:
+            partition = find_blob_partition(use.digest, self._partitions)
+            steps.setdefault(partition, Step(partition, self._bases[partition])).releases.append(use)
         with contextlib.suppress(UvimgError):
-            for use in uses:
-                partition = find_blob_partition(use.digest, self._partitions)
-                await self._run(Step(partition, self._bases[partition], releases=[use]))
+            for step in steps.values():
+                await self._run(step)
 
     async def _run(self, step: Step) -> list[Any]:
         keys, arguments = step.spell()

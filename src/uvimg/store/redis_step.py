@@ -207,16 +207,22 @@ class Change:
 
     def next_step(self) -> Step | None:
         """The next partition's, None when all is done."""
-        partitions = {each.partition for each in self._left()} | {
-            self._partition_of(each.new) for each in self._left() if self._wants_use(each)
+        left = self._left()
+        wanting: dict[int, list[Named]] = {}
+        for each in left:
+            if self._wants_use(each):
+                wanting.setdefault(self._partition_of(each.new), []).append(each)
+        own = {
+            each.partition for each in left if each.old is not None and self._partition_of(each.old) == each.partition
         }
+        partitions = {each.partition for each in left} | wanting.keys()
         if not partitions:
             return None
-        partition = min(partitions, key=self._turn_of)
+        # Blobs come before what points at them; an image's own name goes after its others.
+        partition = min(partitions, key=lambda each: (0 if each in wanting else 2 if each in own else 1, each))
         step = Step(partition, self._bases[partition])
-        for each in self._left():
-            if self._wants_use(each) and self._partition_of(each.new) == partition:
-                self._add_use(step, each)
+        for each in wanting.get(partition, ()):
+            self._add_use(step, each)
         placed = {use.name for use, _, _ in step.uses}
         for each in self._names.values():
             if each.is_done or each.partition != partition:
@@ -229,7 +235,7 @@ class Change:
                         step.releases.append(use)
         if len(partitions) == 1:
             # The last one also lets go of what held blobs until their records had uses.
-            wanted = {each.use for each in self._left()}
+            wanted = {each.use for each in left}
             step.releases += [
                 use
                 for use in self.loose
@@ -270,16 +276,6 @@ class Change:
     def _partition_of(self, record: Record | None) -> int:
         assert record is not None
         return find_blob_partition(record.digest, len(self._bases))
-
-    def _turn_of(self, partition: int) -> tuple[int, int]:
-        """Blobs come before what points at them; an image's own name goes after its others."""
-        if any(self._wants_use(each) and self._partition_of(each.new) == partition for each in self._left()):
-            return 0, partition
-        own = any(
-            each.partition == partition and each.old is not None and self._partition_of(each.old) == partition
-            for each in self._left()
-        )
-        return 2 if own else 1, partition
 
     def _add_use(self, step: Step, each: Named) -> None:
         assert each.new is not None
