@@ -43,7 +43,7 @@ def own_s3(s3: S3, tmp_path: Path) -> Iterator[S3]:
 
 
 @contextlib.asynccontextmanager
-async def opened(url: str, timeout_s: float = 2.0) -> AsyncIterator[ObjectStore]:
+async def opened(url: str, timeout_s: float = 10.0) -> AsyncIterator[ObjectStore]:
     store = open_store(url, timeout_s=timeout_s)
     assert isinstance(store, ObjectStore)
     yield store

@@ -32,7 +32,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 async def store(store_url: str, request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
-    opened = open_store(store_url)
+    # Long enough for a machine that is busy with other tests.
+    opened = open_store(store_url, timeout_s=10)
     if request.node.callspec.params["store_url"] == "tier":
         opened = TieredStore(opened, tmp_path / "tier", 64 << 20)
     yield opened
