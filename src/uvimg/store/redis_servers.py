@@ -435,11 +435,13 @@ class _Cluster:
             if not self._is_stale or time.monotonic() < self._looked_at + _LOOK_EVERY_S:
                 return
             addresses = dict.fromkeys((*self._servers, *self._place.addresses))
-            # Those that answered before all others.
-            servers = sorted(map(self._server, addresses), key=lambda server: server.guard.is_away)
+            servers = [self._server(address) for address in addresses]
             found = None
-            for start in range(0, len(servers), _ASKED_AT_ONCE):
-                found = found or await self._ask_first(servers[start : start + _ASKED_AT_ONCE])
+            # Those that are away are left alone while others answer: one who asks them is enough.
+            for is_away in (False, True):
+                some = [server for server in servers if server.guard.is_away == is_away]
+                for start in range(0, len(some), _ASKED_AT_ONCE):
+                    found = found or await self._ask_first(some[start : start + _ASKED_AT_ONCE])
             # Whoever has waited for this need not look once more; one who has gone in the middle has not looked.
             self._looked_at = time.monotonic()
             if found is not None:
