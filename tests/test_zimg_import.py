@@ -2,9 +2,11 @@
 
 import hashlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -146,6 +148,27 @@ def test_a_zimg_that_kept_its_images_in_memcached_is_taken_over_by_a_list(tmp_pa
         server.kill()
     assert done.returncode == 1
     assert done.stdout == (f"{'0' * 32}: its original is not there\n4 originals imported, 0 were there, 1 failed\n")
+
+
+def test_who_waits_for_ids_can_be_interrupted(tmp_path: Path) -> None:
+    id = store_as_zimg(tmp_path / "img", make_photo(1, 900, 700))
+    command = [sys.executable, "-m", "uvimg", "import-zimg", f"--store=local:{tmp_path}/data", "--workers=1", "--ids=-"]
+    process = subprocess.Popen(
+        [*command, tmp_path / "img"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    # No end of a line, and no end of the list.
+    process.stdin.write(f"{id}\n{id[:5]}".encode())
+    process.stdin.flush()
+    deadline = time.monotonic() + 20
+    while not any(path.is_file() for path in (tmp_path / "data" / "blobs").glob("*/*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    out, errors = process.communicate()
+    assert out.endswith(b"were there\n")
+    assert errors == b""
 
 
 @pytest.mark.parametrize(

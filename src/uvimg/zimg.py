@@ -10,13 +10,14 @@ import contextlib
 import itertools
 import os
 import re
+import select
 import stat
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -32,6 +33,7 @@ from uvimg.store.redis_servers import open_servers
 _PIECE_BYTES = 262_144
 _STEP = 1000
 _LONGEST_LINE = 1000
+_LOOK_S = 0.2
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -202,23 +204,36 @@ class Chosen:
         self.read, self.close = zimg.read, zimg.close
 
     async def ids(self) -> AsyncIterator[str]:
-        numbers = itertools.count(1)
+        number = 0
         try:
             with sys.stdin.buffer if self._path == "-" else open(self._path, "rb") as file:
-                while lines := await asyncio.to_thread(_read_lines, file):
-                    for line, number in zip(lines, numbers, strict=False):
-                        id = line.strip().lower().decode("ascii", "replace")
-                        if id and not _ID.fullmatch(id):
-                            raise CannotImport(f"{self._path}, line {number}: not 32 hex digits: {id[:50]!a}")
-                        if id:
-                            yield id
+                async for line in _read_lines(file.fileno()):
+                    number += 1
+                    id = line.strip().lower().decode("ascii", "replace")
+                    if id and not _ID.fullmatch(id):
+                        raise CannotImport(f"{self._path}, line {number}: not 32 hex digits: {id[:50]!a}")
+                    if id:
+                        yield id
         except OSError as exc:
             raise CannotImport(f"{self._path}: {exc.strerror}") from exc
 
 
-def _read_lines(file: BinaryIO) -> list[bytes]:
-    """Some lines; none at the end. Of one that is too long to hold an id, a piece."""
-    return list(itertools.islice(iter(lambda: file.readline(_LONGEST_LINE), b""), _STEP))
+async def _read_lines(fd: int) -> AsyncIterator[bytes]:
+    """Lines, as they come; of one that is too long to hold an id, a piece."""
+    rest = b""
+    while True:
+        # In steps, so that no thread that waits for a terminal keeps this process from ending.
+        while not (await asyncio.to_thread(select.select, [fd], [], [], _LOOK_S))[0]:
+            pass
+        data = await asyncio.to_thread(os.read, fd, _PIECE_BYTES)
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
+        if rest and (not data or len(rest) > _LONGEST_LINE):
+            yield rest
+            rest = b""
+        if not data:
+            return
 
 
 def open_zimg(origin: str, ids: str, max_bytes: int, timeout_s: float) -> Zimg:
