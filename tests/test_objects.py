@@ -34,8 +34,16 @@ def network(s3: S3) -> Iterator[Network]:
         yield between
 
 
+@pytest.fixture
+def own_s3(s3: S3, tmp_path: Path) -> Iterator[S3]:
+    """A server that a test may kill."""
+    own = S3(tmp_path / "own")
+    yield own
+    own.program.kill()
+
+
 @contextlib.asynccontextmanager
-async def opened(url: str, timeout_s: float = 2.0) -> AsyncIterator[ObjectStore]:
+async def opened(url: str, timeout_s: float = 10.0) -> AsyncIterator[ObjectStore]:
     store = open_store(url, timeout_s=timeout_s)
     assert isinstance(store, ObjectStore)
     yield store
@@ -377,6 +385,40 @@ async def test_no_acknowledged_change_is_lost_while_the_network_fails_at_random(
         assert [finding async for finding in store.scrub() if finding.note] == []
 
 
+async def test_no_acknowledged_change_is_lost_while_the_server_is_killed_and_started(own_s3: S3) -> None:
+    kept: list[bytes] = []
+    async with opened(own_s3.url(), timeout_s=0.5) as store:
+        going = True
+
+        async def upload(seed: int) -> None:
+            number = seed
+            while going:
+                data = make_bytes(3000, number)
+                try:
+                    if await put(store, [b"images/%d" % number], data) != [None]:
+                        kept.append(data)
+                        number += 8
+                except StoreDown:
+                    await asyncio.sleep(0.02)
+
+        uploading = [asyncio.create_task(upload(seed)) for seed in range(8)]
+        for _ in range(3):
+            await asyncio.sleep(0.3)
+            own_s3.program.kill()
+            await asyncio.sleep(0.2)
+            await asyncio.to_thread(own_s3.program.start)
+            before, deadline = len(kept), time.monotonic() + 2
+            while len(kept) == before:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+        going = False
+        await asyncio.gather(*uploading)
+        assert len(kept) > 30
+        for data in kept:
+            assert await read(store, data) == data
+        assert [finding async for finding in store.scrub() if finding.note] == []
+
+
 # The service on it
 
 
@@ -451,24 +493,22 @@ def test_what_is_sent_on_while_it_comes_has_its_length(
             assert len(answers.read(len(data))) < len(data)
 
 
-def test_a_server_that_is_away_is_told_of_soon_and_asked_again(start_server: Callable[..., Server], s3: S3) -> None:
-    own = S3(s3.folder.parent / "another")
-    server = start_server(store=own.url(), store_timeout_s=0.5)
+def test_a_server_that_is_away_is_told_of_soon_and_asked_again(start_server: Callable[..., Server], own_s3: S3) -> None:
+    server = start_server(store=own_s3.url(), store_timeout_s=0.5)
     md5 = server.upload(make_photo(2))
-    own.program.kill()
+    own_s3.program.kill()
     for _ in range(5):
         began_s = time.monotonic()
         answer = server.get(f"/images/{md5}")
         assert (answer.status_code, answer.headers.get("Retry-After")) == (503, "5")
         assert time.monotonic() - began_s < 2
-    own.program.start()
+    own_s3.program.start()
     deadline = time.monotonic() + 2
     while server.get(f"/images/{md5}").status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert server.log.count("is away") == 1
     assert server.log.count("answers again") == 1
-    own.program.stop()
 
 
 def test_scrub_gc_and_copy_work_on_a_bucket(s3: S3, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ async def put(store: RedisStore, name: bytes, data: bytes) -> None:
         assert await store.bind([name], make_record(data), incoming) == [make_record(data)]
 
 
-def open_redis(url: str, timeout_s: float = 2.0) -> RedisStore:
+def open_redis(url: str, timeout_s: float = 10.0) -> RedisStore:
     store = open_store(url, timeout_s=timeout_s)
     assert isinstance(store, RedisStore)
     return store

@@ -225,10 +225,10 @@ async def test_what_others_change_counts_no_longer_than_was_said(tmp_path: Path)
     with pytest.raises(Elsewhere):
         while True:
             # What was remembered elsewhere of this answer lasts as long as the version.
+            asked_s = time.monotonic()
             tier.near.record(b"n")
-            assert time.monotonic() - began_s < 1
+            assert asked_s - began_s < 1
             await asyncio.sleep(0.01)
-    assert time.monotonic() - began_s < 1
     assert tier.near.version() != version
     await tier.close()
 
@@ -342,8 +342,11 @@ def test_two_nodes_see_what_the_other_one_does(start_server: Callable[..., Serve
     changed_s = time.monotonic()
     assert one.get(f"/{md5}?p=0").status_code == 404
     assert one.get("/kv/db/key").content == b"new"
-    while other.get(f"/{md5}?p=0").status_code != 404 or other.get("/kv/db/key").content != b"new":
-        assert time.monotonic() - changed_s < 1.2
+    while True:
+        asked_s = time.monotonic()
+        if other.get(f"/{md5}?p=0").status_code == 404 and other.get("/kv/db/key").content == b"new":
+            break
+        assert asked_s - changed_s < 1
         time.sleep(0.01)
 
 

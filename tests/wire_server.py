@@ -175,7 +175,7 @@ def last(target: str) -> bytes:
 async def listening(front_end: str, service: Service, **settings: Any) -> AsyncIterator[int]:
     """A front-end over this service on a free port of 127.0.0.1; the port."""
     # After the deadlines have been overridden: front-ends take them when they are imported.
-    from uvimg.app import _FRONT_ENDS
+    from uvimg.app import _make_front_end
     from uvimg.web import WebSettings
     from uvimg.web.listen import bind_sockets
     from uvimg.web.tls import make_context
@@ -190,7 +190,7 @@ async def listening(front_end: str, service: Service, **settings: Any) -> AsyncI
     }
     if certificate := chosen.pop("certificate", None):
         chosen["tls"] = make_context(certificate, certificate)
-    running = _FRONT_ENDS[front_end](service, WebSettings(**chosen))
+    running = _make_front_end(service, front_end, WebSettings(**chosen))
     listeners = bind_sockets("127.0.0.1", 0)
     port = listeners[0].getsockname()[1]
     await running.start(listeners)
