@@ -96,6 +96,16 @@ def test_what_can_never_be_read_stops_nobody(tmp_path: Path) -> None:
     assert good not in done.stdout
 
 
+def test_a_folder_whose_name_is_no_text_is_told_all_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"im\xffg")
+    good = store_as_zimg(folder, make_photo(1))
+    (folder / "0").symlink_to(folder / "0")
+    done = run(f"--store=local:{tmp_path}/data", "--workers=1", str(folder))
+    assert done.stdout.endswith("1 originals imported, 0 were there, 1 failed\n"), done.stderr
+    assert r"im\udcffg/0: cannot be looked into" in done.stdout
+    assert good not in done.stdout
+
+
 def test_a_server_that_speaks_only_some_of_redis_protocol_is_asked_by_a_list(tmp_path: Path) -> None:
     """As SSDB does, whose SCAN is another one."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:

@@ -117,7 +117,9 @@ def _look_into(path: Path, pattern: str) -> Iterator[str | Finding]:
     except NotADirectoryError:
         pass
     except OSError as exc:
-        yield Finding(str(path), f"cannot be looked into: {exc.strerror}")
+        # A name on a disk need not be text.
+        shown = str(path).encode(errors="backslashreplace").decode()
+        yield Finding(shown, f"cannot be looked into: {exc.strerror}")
 
 
 def _open(path: Path) -> FileIO:
