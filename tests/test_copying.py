@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import os
 import signal
 import subprocess
 import sys
@@ -67,12 +68,15 @@ def test_renditions_stay_behind_where_that_is_asked_for(start_server: Callable[.
 async def test_what_is_damaged_is_told_and_not_copied(tmp_path: Path) -> None:
     source = open_store(f"local:{tmp_path}/source")
     target = open_store("memory:")
-    for number in range(5):
+    for number in range(6):
         await put(source, b"images/%d" % number, b"%d" % number * 100_000)
-    for number, harm in ((1, b"x" * 100_000), (3, b"short"), (4, None)):
+    for number, harm in ((1, b"x" * 100_000), (3, b"short"), (4, None), (5, None)):
         digest = hashlib.sha256(b"%d" % number * 100_000).hexdigest()
         file = tmp_path / "source" / "blobs" / digest[:2] / digest
         file.unlink() if harm is None else file.write_bytes(harm)
+        if number == 5:
+            # As on a disk that has gone bad there.
+            file.symlink_to(file)
     counts = Counts()
     notes = {finding.subject: finding.note async for finding in copy(source, target, counts)}
     assert notes == {
@@ -81,10 +85,41 @@ async def test_what_is_damaged_is_told_and_not_copied(tmp_path: Path) -> None:
         "images/2": "",
         "images/3": "its bytes are not all there",
         "images/4": "its bytes are missing",
+        "images/5": "its bytes cannot be read",
     }
     assert [name for name, _ in await target.scan(b"")] == [b"images/0", b"images/2"]
-    assert (counts.copied, counts.failed, counts.bytes, await target.size()) == (2, 3, 200_000, 2)
+    assert (counts.copied, counts.failed, counts.bytes, await target.size()) == (2, 4, 200_000, 2)
     await source.close()
+
+
+async def test_a_name_that_somebody_chose_does_nothing_to_a_terminal(tmp_path: Path) -> None:
+    source = open_store(f"local:{tmp_path}/source")
+    await put(source, b"kv/a/\x1b[2J\n\xff\xc3\xbc", b"1" * 100_000)
+    await source.close()
+    for file in (tmp_path / "source" / "blobs").glob("*/*"):
+        file.unlink()
+    done = run(f"local:{tmp_path}/source", f"local:{tmp_path}/target")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[0] == r"kv/a/\x1b[2J\n\xff\xc3\xbc: its bytes are missing"
+
+
+@pytest.mark.parametrize(("device", "status"), [("full", 1), ("closed", 141)])
+async def test_a_copy_that_could_not_tell_how_it_went_does_not_say_that_it_went_well(
+    device: str, status: int, tmp_path: Path
+) -> None:
+    source = open_store(f"local:{tmp_path}/source")
+    await put(source, b"images/1", b"1" * 100_000)
+    await source.close()
+    command = [sys.executable, "-m", "uvimg", "copy", f"local:{tmp_path}/source", f"local:{tmp_path}/target"]
+    if device == "full":
+        out = os.open("/dev/full", os.O_WRONLY)
+    else:
+        end, out = os.pipe()
+        os.close(end)
+    done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    os.close(out)
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 async def test_a_blob_of_several_names_is_sent_once(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -41,16 +42,31 @@ def site(tmp_path: Path, s3: S3, redis_cluster: list[Program]) -> Iterator[Site]
         folder.mkdir()
         settings = {"store": store, "cache": f"{cache}?prefix={tmp_path.name}:", "tier": str(folder / "tier")}
         nodes.append(Server(folder, **settings, workers=1, trusted_proxies="127.0.0.1"))
-    port = find_port()
-    text = re.sub(r"upstream uvimg \{.*?\n\}\n", "", (CONF / "nginx.conf").read_text(), count=1, flags=re.DOTALL)
-    text = re.sub(r"(?m)^# (upstream uvimg|    hash|    server 10|    keepalive|\})", r"\1", text)
-    (tmp_path / "template").write_text(text)
-    changes = {f"10.0.0.{number}:4869": f"127.0.0.1:{node.port}" for number, node in enumerate(nodes, 1)}
-    nginx = start_nginx(tmp_path, change(tmp_path / "template", {**changes, "listen 80;": f"listen {port};"}), port)
-    yield Site(f"http://127.0.0.1:{port}", store, nodes)
+    nginx = balance_by_nginx(tmp_path, [node.port for node in nodes])
+    yield Site(f"http://127.0.0.1:{nginx.port}", store, nodes)
     nginx.stop()
     for node in nodes:
         node.kill()
+
+
+def balance_by_nginx(folder: Path, nodes: list[int]) -> Program:
+    port = find_port()
+    text = re.sub(r"upstream uvimg \{.*?\n\}\n", "", (CONF / "nginx.conf").read_text(), count=1, flags=re.DOTALL)
+    text = re.sub(r"(?m)^# (upstream uvimg|    hash|    server 10|    keepalive|\})", r"\1", text)
+    (folder / "template").write_text(text)
+    changes = place_nodes(nodes) | {"listen 80;": f"listen {port};"}
+    return start_nginx(folder, change(folder / "template", changes), port)
+
+
+def balance_by_haproxy(folder: Path, nodes: list[int]) -> Program:
+    port = find_port()
+    changes = place_nodes(nodes) | {"    bind :80\n": f"    bind 127.0.0.1:{port}\n"}
+    (folder / "haproxy.cfg").write_text(change(CONF / "haproxy.cfg", changes))
+    return Program([find_program("haproxy"), "-f", str(folder / "haproxy.cfg")], port, folder)
+
+
+def place_nodes(ports: list[int]) -> dict[str, str]:
+    return {f"10.0.0.{number}:4869": f"127.0.0.1:{port}" for number, port in enumerate(ports, 1)}
 
 
 class Load:
@@ -159,6 +175,58 @@ def test_what_one_node_has_deleted_is_gone_at_the_others_when_it_is_said_to_be(s
     while any(node.get(f"/{id}?w=20").status_code != 404 for node in site.nodes):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+class Number(BaseHTTPRequestHandler):
+    """What stands for a node, and tells which one it is."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        told = str(self.server.server_address[1]).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(told)))
+        self.end_headers()
+        self.wfile.write(told)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("balance", [balance_by_nginx, balance_by_haproxy])
+def test_uploads_are_spread_and_an_image_belongs_to_one_node(
+    balance: Callable[[Path, list[int]], Program], tmp_path: Path
+) -> None:
+    nodes = [ThreadingHTTPServer(("127.0.0.1", 0), Number) for _ in range(3)]
+    for node in nodes:
+        threading.Thread(target=node.serve_forever, args=(0.01,), daemon=True).start()
+    balancer = balance(tmp_path, [node.server_address[1] for node in nodes])
+    try:
+        url = f"http://127.0.0.1:{balancer.port}"
+        with requests.Session() as session:
+            session.trust_env = False
+            takers = {session.post(f"{url}/upload", b"x" * size, timeout=20).text for size in range(30, 60)}
+            assert len(takers) == 3
+            owners = [
+                {session.get(f"{url}/{number:032x}?w={width}", timeout=20).text for width in range(3)}
+                for number in range(20)
+            ]
+            assert {len(each) for each in owners} == {1}
+            assert len(set.union(*owners)) == 3
+            # A node that has gone refuses: another answers, an upload too.
+            nodes[0].shutdown()
+            nodes[0].server_close()
+            for number in range(20):
+                assert session.get(f"{url}/{number:032x}", timeout=20).status_code == 200
+                assert session.post(f"{url}/upload", b"x" * number, timeout=20).status_code == 200
+    finally:
+        balancer.stop()
+        for node in nodes[1:]:
+            node.shutdown()
+            node.server_close()
 
 
 # Files

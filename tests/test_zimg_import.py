@@ -1,10 +1,14 @@
 """`uvimg import-zimg`: what a zimg has stored is served under the ids that its clients know."""
 
 import hashlib
+import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,8 +21,7 @@ from tests.conftest import Server, make_photo
 def store_as_zimg(folder: Path, data: bytes, id: str | None = None) -> str:
     """A file where zimg would have it; its MD5, unless another id is wanted."""
     id = id or hashlib.md5(data).hexdigest()
-    place = folder / str(int(id[:3], 16) // 4) / str(int(id[3:6], 16) // 4) / id
-    place.mkdir(parents=True)
+    place = make_place(folder, id)
     (place / "0*0").write_bytes(data)
     (place / "100*100").write_bytes(b"a rendition")
     return id
@@ -66,6 +69,60 @@ def test_what_is_not_what_zimg_says_it_is_is_told_and_left_out(tmp_path: Path) -
     assert good not in told
 
 
+def make_place(folder: Path, id: str) -> Path:
+    """The folder that zimg would have for an original."""
+    place = folder / str(int(id[:3], 16) // 4) / str(int(id[3:6], 16) // 4) / id
+    place.mkdir(parents=True)
+    return place
+
+
+def test_what_can_never_be_read_stops_nobody(tmp_path: Path) -> None:
+    good = store_as_zimg(tmp_path / "img", make_photo(1))
+    told = {"its original is no file": "a" * 32, "its original has more than 1048576 bytes": "b" * 32}
+    os.mkfifo(make_place(tmp_path / "img", "a" * 32) / "0*0")
+    with (make_place(tmp_path / "img", "b" * 32) / "0*0").open("wb") as file:
+        file.write(make_photo(2))
+        file.truncate(1 << 30)
+    for loop in (tmp_path / "img" / "0", tmp_path / "img" / "1" / "2"):
+        loop.parent.mkdir(exist_ok=True)
+        loop.symlink_to(loop)
+        told[f"{loop}: cannot be looked into"] = ""
+    os.mkdir(bytes(tmp_path / "img") + b"/\xff\xfe")
+    done = run(f"--store=local:{tmp_path}/data", "--workers=1", "--max-size=1MiB", str(tmp_path / "img"))
+    assert done.stdout.endswith("1 originals imported, 0 were there, 4 failed\n"), (done.stdout, done.stderr)
+    assert (done.returncode, done.stderr) == (1, "")
+    for note, id in told.items():
+        assert (f"{id}: {note}" if id else note) in done.stdout
+    assert good not in done.stdout
+
+
+def test_a_folder_whose_name_is_no_text_is_told_all_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"im\xffg")
+    good = store_as_zimg(folder, make_photo(1))
+    (folder / "0").symlink_to(folder / "0")
+    done = run(f"--store=local:{tmp_path}/data", "--workers=1", str(folder))
+    assert done.stdout.endswith("1 originals imported, 0 were there, 1 failed\n"), done.stderr
+    assert r"im\udcffg/0: cannot be looked into" in done.stdout
+    assert good not in done.stdout
+
+
+def test_a_server_that_speaks_only_some_of_redis_protocol_is_asked_by_a_list(tmp_path: Path) -> None:
+    """As SSDB does, whose SCAN is another one."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                while data := connection.recv(10_000):
+                    connection.sendall(b"*0\r\n" if b"SCAN" in data else b"+OK\r\n")
+
+        threads.submit(answer)
+        url = f"redis://127.0.0.1:{listener.getsockname()[1]}"
+        done = run(f"--store=local:{tmp_path}/data", "--workers=1", url)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert "--ids FILE" in done.stderr
+
+
 def test_a_zimg_that_kept_its_images_in_redis_is_taken_over(tmp_path: Path, redis_server: Program) -> None:
     client = redis.Redis(port=redis_server.port, db=9)
     client.flushdb()
@@ -103,6 +160,27 @@ def test_a_zimg_that_kept_its_images_in_memcached_is_taken_over_by_a_list(tmp_pa
     assert done.stdout == (f"{'0' * 32}: its original is not there\n4 originals imported, 0 were there, 1 failed\n")
 
 
+def test_who_waits_for_ids_can_be_interrupted(tmp_path: Path) -> None:
+    id = store_as_zimg(tmp_path / "img", make_photo(1, 900, 700))
+    command = [sys.executable, "-m", "uvimg", "import-zimg", f"--store=local:{tmp_path}/data", "--workers=1", "--ids=-"]
+    process = subprocess.Popen(
+        [*command, tmp_path / "img"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    # No end of a line, and no end of the list.
+    process.stdin.write(f"{id}\n{id[:5]}".encode())
+    process.stdin.flush()
+    deadline = time.monotonic() + 20
+    while not any(path.is_file() for path in (tmp_path / "data" / "blobs").glob("*/*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    out, errors = process.communicate()
+    assert out.endswith(b"were there\n")
+    assert errors == b""
+
+
 @pytest.mark.parametrize(
     ("origin", "ids", "told"),
     [
@@ -112,12 +190,16 @@ def test_a_zimg_that_kept_its_images_in_memcached_is_taken_over_by_a_list(tmp_pa
         ("redis://a:b:c", "", "HOST:PORT"),
         (".", "odd", "line 2: not 32 hex digits"),
         (".", "missing", "missing: No such file"),
+        (".", "long", "line 2501: not 32 hex digits"),
+        (".", "endless", "line 1: not 32 hex digits"),
     ],
 )
 def test_what_cannot_be_imported_is_told_in_one_line(
     origin: str, ids: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    (tmp_path / "long").write_text(("\n" * 2500) + "x")
     (tmp_path / "odd").write_text("0" * 32 + "\nrm -rf\x1b[0m\n")
     done = run("--store=local:data", "--workers=1", *(["--ids", ids] if ids else []), origin)
     assert done.returncode in (1, 2)

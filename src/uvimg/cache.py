@@ -64,6 +64,8 @@ class Cache(Generic[K, V]):
                 if self._flights.get(key) is flight:
                     del self._flights[key]
                 flight.task.cancel()
+            # An error would hold this frame, and all that it was about, and this frame the error.
+            del waiter
 
     async def _make(self, key: K, make: Callable[[], Awaitable[V]], flight: "_Flight[V]") -> None:
         try:
@@ -75,13 +77,9 @@ class Cache(Generic[K, V]):
                 waiter.cancel()
             raise
         except Exception as exc:
-            for waiter in flight.waiters:
-                if not waiter.done():
-                    waiter.set_exception(exc)
+            flight.fail(exc)
         else:
-            for waiter in flight.waiters:
-                if not waiter.done():
-                    waiter.set_result(value)
+            flight.end(value)
         finally:
             # From now on it is no maker any more, to be joined or stopped.
             flight.task = None
@@ -96,3 +94,13 @@ class _Flight(Generic[V]):
 
     task: "asyncio.Task[None] | None" = None
     waiters: "list[asyncio.Future[V]]" = field(default_factory=list)
+
+    def end(self, value: V) -> None:
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(value)
+
+    def fail(self, error: Exception) -> None:
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_exception(error)

@@ -79,8 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output has seen enough.
-        return 0
+        # The reader of our output has seen enough; but work that stopped in the middle is not done.
+        return 0 if command in ("kv", "config") else 128 + signal.SIGPIPE
+    except OSError as exc:
+        # Such as a full disk under what is printed.
+        return _complain(exc.strerror or str(exc), 1)
 
 
 def _complain(text: str, status: int) -> int:

@@ -7,13 +7,19 @@ It can be stopped and begun again: an id that is there already is left.
 
 import asyncio
 import contextlib
+import itertools
 import os
 import re
+import select
+import stat
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from uvimg.apps.originals import Originals
 from uvimg.core.address import image_name
@@ -26,6 +32,8 @@ from uvimg.store.redis_servers import open_servers
 
 _PIECE_BYTES = 262_144
 _STEP = 1000
+_LONGEST_LINE = 1000
+_LOOK_S = 0.2
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -36,8 +44,8 @@ class CannotImport(Exception):
 class Zimg(Protocol):
     """What a zimg has stored."""
 
-    def ids(self) -> AsyncIterator[str]:
-        """The MD5s of its originals."""
+    def ids(self) -> AsyncIterator[str | Finding]:
+        """The MD5s of its originals, and what could not be looked into. CannotImport where nothing can be listed."""
 
     def read(self, id: str) -> AsyncGenerator[bytes, None]:
         """An original's bytes, as they are. CannotImport where there are none."""
@@ -51,44 +59,80 @@ class Folder:
     a is `int(md5[0:3], 16) // 4`, b the same of `md5[3:6]`.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = Path(path)
+    def __init__(self, path: str, max_bytes: int) -> None:
+        self._path, self._max_bytes = Path(path), max_bytes
         if not self._path.is_dir():
             raise CannotImport(f"{path}: there is no such folder")
 
-    async def ids(self) -> AsyncIterator[str]:
-        walk = self._walk()
-        while page := await asyncio.to_thread(lambda: [id for id, _ in zip(walk, range(_STEP), strict=False)]):
-            for id in page:
-                yield id
+    async def ids(self) -> AsyncIterator[str | Finding]:
+        try:
+            top = await asyncio.to_thread(_list, self._path, r"\d{1,4}")
+        except OSError as exc:
+            raise CannotImport(f"{self._path}: {exc.strerror}") from exc
+        walk = self._walk(top)
+        while page := await asyncio.to_thread(lambda: list(itertools.islice(walk, _STEP))):
+            for found in page:
+                yield found
 
-    def _walk(self) -> Iterator[str]:
-        for first in _list(self._path, r"\d{1,4}"):
-            for second in _list(self._path / first, r"\d{1,4}"):
-                for id in _list(self._path / first / second, _ID.pattern):
-                    if (first, second) == _folders(id):
+    def _walk(self, top: list[str]) -> Iterator[str | Finding]:
+        for first in top:
+            for second in _look_into(self._path / first, r"\d{1,4}"):
+                if isinstance(second, Finding):
+                    yield second
+                    continue
+                for id in _look_into(self._path / first / second, _ID.pattern):
+                    if isinstance(id, Finding) or (first, second) == _folders(id):
                         yield id
 
     async def read(self, id: str) -> AsyncGenerator[bytes, None]:
         path = self._path.joinpath(*_folders(id), id, "0*0")
         try:
-            with await asyncio.to_thread(path.open, "rb", 0) as file:
-                while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
+            with await asyncio.to_thread(_open, path) as file:
+                # Also of one that grows.
+                for _ in range(0, self._max_bytes + 1, _PIECE_BYTES):
+                    if os.fstat(file.fileno()).st_size > self._max_bytes:
+                        break
+                    piece = await asyncio.to_thread(file.read, _PIECE_BYTES)
+                    if not piece:
+                        return
                     yield piece
         except OSError as exc:
             raise CannotImport(f"its original cannot be read: {exc.strerror}") from exc
+        raise CannotImport(_too_large(self._max_bytes))
 
     async def close(self) -> None:
         pass
 
 
 def _list(path: Path, pattern: str) -> list[str]:
-    """The folders in a folder whose names are like this, in order."""
+    """What has names like this in a folder, in order."""
+    with os.scandir(path) as entries:
+        return sorted(entry.name for entry in entries if re.fullmatch(pattern, entry.name))
+
+
+def _look_into(path: Path, pattern: str) -> Iterator[str | Finding]:
+    """The same; nothing where it is no folder. One that cannot be read is told, and the others are looked into."""
     try:
-        with os.scandir(path) as entries:
-            return sorted(entry.name for entry in entries if re.fullmatch(pattern, entry.name) and entry.is_dir())
+        yield from _list(path, pattern)
+    except NotADirectoryError:
+        pass
     except OSError as exc:
-        raise CannotImport(f"{path}: {exc.strerror}") from exc
+        # A name on a disk need not be text.
+        shown = str(path).encode(errors="backslashreplace").decode()
+        yield Finding(shown, f"cannot be looked into: {exc.strerror}")
+
+
+def _open(path: Path) -> FileIO:
+    # Nobody may ever write to the other end of a pipe.
+    file = FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise CannotImport("its original is no file")
+    return file
+
+
+def _too_large(max_bytes: int) -> str:
+    return f"its original has more than {max_bytes} bytes"
 
 
 def _folders(id: str) -> tuple[str, str]:
@@ -109,10 +153,12 @@ class RedisKeys:
         while True:
             try:
                 # A key may come more than once; it is there already then.
-                cursor, keys = await self._servers.ask(0, "SCAN", cursor, "MATCH", "?" * 32, "COUNT", _STEP)
+                answer = await self._servers.ask(0, "SCAN", cursor, "MATCH", "?" * 32, "COUNT", _STEP)
+                # SSDB has another command of that name, and answers something else.
+                cursor, keys = msgspec.convert(answer, tuple[bytes, list[bytes]])
             except (StoreDown, StoreFull):
                 raise
-            except UvimgError as exc:
+            except (UvimgError, msgspec.ValidationError) as exc:
                 raise CannotImport("the server cannot list its keys: name the originals with --ids FILE") from exc
             for key in keys:
                 if re.fullmatch(_ID.pattern.encode(), key):
@@ -122,8 +168,8 @@ class RedisKeys:
 
     async def read(self, id: str) -> AsyncGenerator[bytes, None]:
         if await self._servers.ask(0, "STRLEN", id) > self._max_bytes:
-            raise CannotImport(f"its original has more than {self._max_bytes} bytes")
-        data = await self._servers.ask(0, "GET", id)
+            raise CannotImport(_too_large(self._max_bytes))
+        data = await self._servers.ask(0, "GET", id, is_long=True)
         if data is None:
             raise CannotImport("its original is not there")
         yield data
@@ -160,16 +206,36 @@ class Chosen:
         self.read, self.close = zimg.read, zimg.close
 
     async def ids(self) -> AsyncIterator[str]:
+        number = 0
         try:
-            with sys.stdin if self._path == "-" else open(self._path, errors="replace") as file:
-                for number, line in enumerate(file, 1):
-                    id = line.strip().lower()
+            with sys.stdin.buffer if self._path == "-" else open(self._path, "rb") as file:
+                async for line in _read_lines(file.fileno()):
+                    number += 1
+                    id = line.strip().lower().decode("ascii", "replace")
                     if id and not _ID.fullmatch(id):
                         raise CannotImport(f"{self._path}, line {number}: not 32 hex digits: {id[:50]!a}")
                     if id:
                         yield id
         except OSError as exc:
             raise CannotImport(f"{self._path}: {exc.strerror}") from exc
+
+
+async def _read_lines(fd: int) -> AsyncIterator[bytes]:
+    """Lines, as they come; of one that is too long to hold an id, a piece."""
+    rest = b""
+    while True:
+        # In steps, so that no thread that waits for a terminal keeps this process from ending.
+        while not (await asyncio.to_thread(select.select, [fd], [], [], _LOOK_S))[0]:
+            pass
+        data = await asyncio.to_thread(os.read, fd, _PIECE_BYTES)
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
+        if rest and (not data or len(rest) > _LONGEST_LINE):
+            yield rest
+            rest = b""
+        if not data:
+            return
 
 
 def open_zimg(origin: str, ids: str, max_bytes: int, timeout_s: float) -> Zimg:
@@ -181,7 +247,7 @@ def open_zimg(origin: str, ids: str, max_bytes: int, timeout_s: float) -> Zimg:
         split_url(origin)
         zimg = MemcachedKeys(rest, max_bytes, timeout_s)
     else:
-        zimg = Folder(origin)
+        zimg = Folder(origin, max_bytes)
     return Chosen(zimg, ids) if ids else zimg
 
 
@@ -199,6 +265,10 @@ async def import_images(
     running: dict[asyncio.Task[str], str] = {}
     try:
         async for id in zimg.ids():
+            if isinstance(id, Finding):
+                counts.failed += 1
+                yield id
+                continue
             running[asyncio.create_task(_import(zimg, originals, store, id, counts))] = id
             if len(running) >= at_once:
                 for finding in await _take_done(running):

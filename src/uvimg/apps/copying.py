@@ -1,7 +1,7 @@
 """All that is in one store into another: names, records and blobs, whatever either stands on.
 
 It can be stopped and begun again: what is there already, equal, is left. Every blob is hashed on its way, and one
-whose bytes are not those of its address is told and not copied.
+whose bytes are not those of its address, or cannot be read, is told and not copied.
 A copy is no snapshot: what is written meanwhile may be in it or not, but each record is whole. Nothing is taken away
 from the target.
 """
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from uvimg.apps.renditions import close, is_whole
 from uvimg.apps.values import read_pieces
 from uvimg.core.coding import CODINGS
-from uvimg.core.errors import UvimgError
+from uvimg.core.errors import StoreDown, UvimgError
+from uvimg.core.message import Content
 from uvimg.store import Finding, Record, Store
 
 # Names read from the source in one step, and copied at once: the target commits what comes together together.
@@ -23,6 +24,7 @@ _STEP = 1000
 _AT_ONCE = 32
 # Looks at one and the same name, whose record may change each time.
 _MOST_TRIES = 3
+_UNREADABLE = "its bytes cannot be read"
 
 
 @dataclass(slots=True)
@@ -56,7 +58,12 @@ async def copy(source: Store, target: Store, counts: Counts, *, renditions: bool
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
             for (name, _), task in zip(wanted[start : start + _AT_ONCE], tasks, strict=True):
-                yield Finding(name.decode(errors="backslashreplace"), task.result())
+                yield Finding(_show(name), task.result())
+
+
+def _show(name: bytes) -> str:
+    """A name for a terminal, which clients may have chosen: nothing in it is to be obeyed there."""
+    return repr(name)[2:-1]
 
 
 def _may_be_lost(name: bytes) -> bool:
@@ -101,19 +108,38 @@ async def _bind(source: Store, target: Store, name: bytes, record: Record, count
     if (await target.bind([name], record))[0] is not None:
         # Another name brought the blob.
         return ""
-    content = await source.get(record.digest)
+    try:
+        content = await source.get(record.digest)
+    except StoreDown:
+        # One bad place on a disk is not to keep the rest there; if all of the store is away, this says so.
+        await source.record(name)
+        return _UNREADABLE
     if content is None:
         return "its bytes are missing"
     try:
         if not is_whole(record, content):
             return "its bytes are not all there"
         async with target.incoming() as incoming:
-            async for piece in read_pieces(content):
+            async for piece in _read(content):
                 await incoming.write(piece)
             if await incoming.finish() != record.digest:
                 return "its bytes are not those of its address"
             await target.bind([name], record, incoming)
             counts.bytes += incoming.size
+    except _Unreadable:
+        return _UNREADABLE
     finally:
         close(content)
     return ""
+
+
+class _Unreadable(Exception):
+    """The source's fault, not the target's."""
+
+
+async def _read(content: Content) -> AsyncIterator[bytes]:
+    try:
+        async for piece in read_pieces(content):
+            yield piece
+    except (OSError, UvimgError) as exc:
+        raise _Unreadable from exc

@@ -69,12 +69,15 @@ class FormReader:
 
     def feed(self, data: bytes) -> list[Event]:
         """The events that `data` completes."""
-        self._events = []
         try:
             self._parser.write(data)
+            return self._events
         except FormParserError as exc:
             raise BadRequest("The multipart form is malformed.") from exc
-        return self._events
+        finally:
+            # The parser and this hold each other, for as long as it takes until somebody looks for cycles: what they
+            # hold beside that is little.
+            self._events = []
 
     def close(self) -> None:
         """The body is over: was the form?"""

@@ -212,13 +212,16 @@ class Pool:
             self.refused[lane] += 1
             raise Overloaded(_RETRY_AFTER_S[lane])
         try:
-            answer, body = await errand.done
+            answer, body = await done
         except asyncio.CancelledError:
             self._abandon(errand)
             raise
         except Overloaded:
             self.refused[lane] += 1
             raise
+        finally:
+            # An error would hold this frame, and it the error and the original, until somebody looks for cycles.
+            del done, errand
         if isinstance(answer, Refused):
             _log_printed(answer.printed)
             if answer.kind == "script":

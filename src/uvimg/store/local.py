@@ -646,7 +646,11 @@ class _Writer:
             raise StoreDown()
         future = asyncio.get_running_loop().create_future()
         self._queue.put((change, future))
-        return await future
+        try:
+            return await future
+        finally:
+            # An error would hold this frame, and this frame the error.
+            del future
 
     def submit_unheard(self, change: _Change) -> None:
         self._queue.put((change, None))
@@ -705,7 +709,8 @@ def _attempt(change: _Change, txn: lmdb.Transaction, batch: _Batch) -> Any:
     try:
         return change(txn, batch)
     except UvimgError as exc:
-        return exc
+        # Its frames would hold all that came in the same batch, and that holds it.
+        return exc.with_traceback(None)
 
 
 def _tell(heard: "list[tuple[asyncio.Future[Any], Any]]") -> None:
