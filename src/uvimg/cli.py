@@ -199,11 +199,11 @@ async def _copy(settings: Settings, origin: str, target: str, *, renditions: boo
         stack.push_async_callback(source.close)
         into = open_store(target, durability=settings.durability, timeout_s=settings.store_timeout_s)
         stack.push_async_callback(into.close)
-        measures = source.measure()
+        # How many are renditions takes a walk over them.
+        measures = source.measure() if renditions else None
+        total = measures.names if measures else None
         try:
-            await _walk(
-                copy(source, into, counts, renditions=renditions), "names", measures.names if measures else None
-            )
+            await _walk(copy(source, into, counts, renditions=renditions), "names", total)
         finally:
             told = f"{counts.copied} names copied ({counts.bytes:,} bytes of blobs), {counts.there} were there"
             print(f"{told}, {counts.failed} failed" if counts.failed else told)
